@@ -185,7 +185,7 @@ class SyncPlan:
 def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> SyncPlan:
     """Return the plan (buckets, operations and owners) that carries out a strategy for a model in a group.
 
-    Raises StrategyError: a rule matches no parameter, tied parameters have different rules, or the optimizer does not
+    Raises StrategyError if a rule matches no parameter, tied parameters have different rules, or the optimizer does not
     accept the gradients that a rule produces.
     """
     assigned = _assign(strategy, profile)

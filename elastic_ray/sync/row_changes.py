@@ -165,7 +165,7 @@ class HandChanges:
     def end(self) -> None:
         """Stop watching, because the group changes or rows are replaced.
 
-        Raises ReplicasDifferError: a change was found that the holders of copies did not make.
+        Raises ReplicasDifferError if a change was found that the holders of copies did not make.
         """
         found = self.found
         self.watch(())

@@ -321,7 +321,7 @@ class Strategy:
     def with_topology(self, topology: str) -> Strategy:
         """Return a copy of the strategy that uses another topology for all all-reduced gradients.
 
-        Raises StrategyError: the strategy all-reduces no gradients, or sends them in a format that the topology does
+        Raises StrategyError if the strategy all-reduces no gradients, or sends them in a format that the topology does
         not support.
         """
         if self.average is not None or not any(isinstance(sync, Reduce) for sync in self.syncs):

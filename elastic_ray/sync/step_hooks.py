@@ -35,7 +35,8 @@ class StepHooks:
     def before(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Call the user's pre-step hooks with ``kwargs``; return the step's arguments as the hooks changed them.
 
-        Raises RuntimeError: a hook returned something other than None or new arguments, or added positional arguments.
+        Raises RuntimeError if a hook returned something other than None or new arguments, or added positional
+        arguments.
         """
         args: tuple[Any, ...] = (self._optimizer,)
         given = dict(kwargs)

@@ -27,7 +27,7 @@ class Averager(Protocol):
             model: This rank's parameters, with access to those of the other ranks.
             steps: Number of committed optimizer steps, which is a multiple of the period.
 
-        Raises CommunicationFailedError: the group broke; this rank's model and averager are unchanged.
+        Raises CommunicationFailedError if the group breaks; this rank's model and averager are unchanged.
         """
 
     def prepare(self, model: Replica) -> None:

@@ -56,7 +56,7 @@ def agree(
     Returns the mean, keyed by name; None if this rank does not receive it, or if ``changed`` is False on every rank
     that receives it.
 
-    Raises CommunicationFailedError: the group broke.
+    Raises CommunicationFailedError if the group breaks.
     """
     mine, tensors = _parts(trees)
     text = _text(mine)
@@ -71,7 +71,7 @@ def agree(
 def mean(communicator: Communicator, trees: Mapping[str, Any]) -> dict[str, Any]:
     """Return the mean of all ranks' trees as :func:`agree` does; all ranks are known to have the same :func:`layout`.
 
-    Raises CommunicationFailedError: the group broke.
+    Raises CommunicationFailedError if the group breaks.
     """
     mine, tensors = _parts(trees)
     everyone = tuple(range(communicator.world_size))

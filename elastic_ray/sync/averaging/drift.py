@@ -144,7 +144,7 @@ class Drift:
     def after_step(self, *, ends: bool) -> None:
         """Average the replicas if the committed step completes a period, or make them identical if averaging ``ends``.
 
-        Raises CommunicationFailedError: the group broke.
+        Raises CommunicationFailedError if the group breaks.
         """
         average, steps = self.average, self._context.states.progress.steps
         if average is None or self._averager is None or (average.until is not None and steps > average.until):
@@ -170,7 +170,7 @@ class Drift:
     def enter_exchange(self, communicator: Communicator) -> None:
         """Start to exchange models (pair averaging) in a new group; called on every rank.
 
-        Raises CommunicationFailedError: the group broke.
+        Raises CommunicationFailedError if the group breaks.
         """
         self._replica.enter_exchange(communicator)
 
@@ -185,7 +185,7 @@ class Drift:
         Args:
             alike: Whether all ranks are known to have the same :attr:`layout`.
 
-        Raises CommunicationFailedError: the group broke; this rank's model is unchanged.
+        Raises CommunicationFailedError if the group breaks; this rank's model is unchanged.
         """
         communicator, steps = self._context.group.communicator, self._context.states.progress.steps
         if communicator.world_size > 1:
@@ -218,7 +218,7 @@ class Drift:
             holds: Whether this rank holds a trained state.
             counts: Whether this rank contributes to the mean, because it completed that latest average.
 
-        Raises CommunicationFailedError: the group broke; this rank's model is unchanged.
+        Raises CommunicationFailedError if the group breaks; this rank's model is unchanged.
         """
         trees = self._trees()
         if self._averager is not None:

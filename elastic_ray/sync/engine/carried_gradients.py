@@ -100,8 +100,8 @@ class CarriedGradients:
     def refuse_own(self) -> None:
         """Refuse an optimizer step whose gradients were not averaged over the ranks.
 
-        Raises RuntimeError: some gradients exist only on this rank: they are not zero, were not reduced, are not
-            ``SlicedGradient`` objects, and are not left over from the last update.
+        Raises RuntimeError if any gradients exist only on this rank, i.e. are non-zero, not reduced, not
+        ``SlicedGradient`` objects, and not left over from the last update.
         """
         ledger = self._context.ledger
         step = ledger.step
@@ -326,7 +326,7 @@ class OwedGradients:
     def before_change(self) -> None:
         """Sum the residuals (unsent gradients) of all ranks before a planned change of group, so that none is lost.
 
-        Raises CommunicationFailedError: the group broke; each rank keeps its own residual.
+        Raises CommunicationFailedError if the group breaks; each rank keeps its own residual.
         """
         communicator, several = self._context.group.communicator, self._context.group.world_size > 1
         settles = int(any(each.owes for each in self._settling))
@@ -350,7 +350,7 @@ class OwedGradients:
         If any rank does not know the sum, each rank continues with its own residual. Ranks without residuals must call
         this too, because other ranks of the group may come from a group whose strategy compressed gradients.
 
-        Raises CommunicationFailedError: the group broke again.
+        Raises CommunicationFailedError if the group breaks again.
         """
         world_size = self._context.group.world_size
         owes = any(each.owes for each in self._all)

@@ -50,7 +50,7 @@ class GradientEngine(Participant):
         check_finite: Whether to determine which ranks have NaN or infinite gradients.
         tiles: State of each optimizer, which the strategy may divide among ranks.
 
-    Raises StrategyError: the strategy cannot be used with this model and optimizer.
+    Raises StrategyError if the strategy cannot be used with this model and optimizer.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class GradientEngine(Participant):
     def require_statistics(self, user: str) -> None:
         """Require gradient statistics for the setting ``user``: from now on, strategies without them are refused.
 
-        Raises StrategyError: the current strategy does not provide statistics.
+        Raises StrategyError if the current strategy does not provide statistics.
         """
         self._statistics_for.append(user)
         try:
@@ -286,7 +286,8 @@ class GradientEngine(Participant):
     def before_update(self) -> None:
         """Close the accumulation of gradients before an update; gradients computed later belong to another loss.
 
-        Raises RuntimeError: gradients of parameters whose optimizer state is divided were not averaged over the ranks.
+        Raises RuntimeError if gradients of parameters whose optimizer state is divided were not averaged over the
+        ranks.
         """
         if self._in_unit is not None and self._context.wishes is not None:
             self._settle_in_unit(self._in_unit, self._context.wishes)

@@ -195,7 +195,7 @@ class GradientReducer:
     def _reach_again(self, index: int, param: torch.Tensor) -> None:
         """Handle a nested backward pass that adds to a gradient which was complete.
 
-        Raises RuntimeError: the gradient is already being reduced.
+        Raises RuntimeError if the gradient is already being reduced.
         """
         if index < self._launched:
             raise RuntimeError(

@@ -58,7 +58,7 @@ def make_bucket(
 
 
 def make_operation(plan: BucketPlan) -> BucketOperation:
-    """Return the operation that reduces a bucket as planned. Raises StrategyError: no such operation exists."""
+    """Return the operation that reduces a bucket as planned. Raises StrategyError if no such operation exists."""
     sync = plan.sync
     if isinstance(sync, Reduce):
         if sync.topology != "native" and len(plan.nodes) > 1:
@@ -434,7 +434,7 @@ class StepWeights:
     def start_pass(self, step: LoaderStep) -> None:
         """Start a backward pass of a step whose micro-batches the loop weighs.
 
-        Raises RuntimeError: the loop weighed earlier micro-batches of the step, but not this one.
+        Raises RuntimeError if the loop weighed earlier micro-batches of the step, but not this one.
         """
         if not step.micro:
             self.factor = 1.0

@@ -25,7 +25,7 @@ class Trainable:
     A parameter that is unfrozen after the model was wrapped is included. A parameter that is frozen later stays
     included, without local gradients, so that toggling ``requires_grad`` in every step costs nothing.
 
-    Raises ValueError: the optimizer holds parameters that do not belong to the module, or lacks trainable ones.
+    Raises ValueError if the optimizer holds parameters that do not belong to the module, or lacks trainable ones.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -48,7 +48,7 @@ class Trainable:
     def check(self) -> None:
         """Check that the model still has the parameters that it was wrapped with.
 
-        Raises ValueError: parameters were replaced or tied; the message names them.
+        Raises ValueError if parameters were replaced or tied; the message names them.
         """
         now = dict(self._module.named_parameters(remove_duplicate=False))
         if self._known <= {id(p) for p in now.values()}:
@@ -69,7 +69,7 @@ class Trainable:
     def include_unfrozen(self) -> None:
         """Include parameters that user code has unfrozen or added to the optimizer.
 
-        Raises ValueError: the optimizer does not step an unfrozen parameter; the message names it.
+        Raises ValueError if the optimizer does not step an unfrozen parameter; the message names it.
         """
         self._lay_out(wrapped=True)
 

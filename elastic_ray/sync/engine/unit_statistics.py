@@ -63,7 +63,7 @@ class UnitStatistics:
         Args:
             needed_by: Names of the settings that require the statistics; empty if there are none.
 
-        Raises StrategyError: workers have different numbers of parameter groups, and a setting needs the statistics.
+        Raises StrategyError if workers have different numbers of parameter groups, and a setting needs the statistics.
         """
         statistics, unlike = self._statistics, len(set(due)) > 1
         statistics.added_up = True

@@ -230,7 +230,7 @@ class Bucket:
 
         Returns the sum as a scalar tensor, which is not finite if any element is not; None if it was not computed.
 
-        Raises RuntimeError: a gradient is sparse, or was removed within ``backward()``.
+        Raises RuntimeError if a gradient is sparse, or was removed within ``backward()``.
         """
         body, views = self.memory.body, self.memory.views
         self.grads = grads = list(map(_gradient, self.params))

@@ -76,7 +76,7 @@ def check_gradients(
 ) -> None:
     """Raise an error that explains a user's mistake by which gradients cannot be put into a bucket.
 
-    Raises RuntimeError: a gradient is sparse, or a hook has removed it.
+    Raises RuntimeError if a gradient is sparse, or a hook has removed it.
     """
     for param, grad in zip(params, grads, strict=True):
         if grad is None and complete:

@@ -204,7 +204,7 @@ def exchange(rounds: Sequence[Round], flat: torch.Tensor, rank: int, group: Any,
     Args:
         tag: First of the tags of this exchange, one for each round.
 
-    Raises RuntimeError: a peer is gone, or the group's timeout has passed.
+    Raises RuntimeError if a peer is gone, or the group's timeout has passed.
     """
     coming: list[list[tuple[torch.Tensor, torch.Tensor, Any]]] = []
     for number, each in enumerate(rounds):

@@ -134,7 +134,7 @@ class TileHolder:
     def gather_holdings(self, communicator: Communicator, *, unpublished: bool, gathered: bool) -> Everyone:
         """Return the tiles that each rank holds; called on every rank.
 
-        Raises StateLostError: no rank holds some of the tiles; raised on every rank.
+        Raises StateLostError on every rank if no rank holds some of the tiles.
         """
         tiling = self._tiling
         own = self.held.tiles if self.held is not None else range(len(tiling)) if self._whole else ()

@@ -42,7 +42,7 @@ def exchange(
     Yields:
         Parts that this rank receives, with their content.
 
-    Raises CommunicationFailedError: the group broke; all parts yielded before are complete.
+    Raises CommunicationFailedError if the group breaks; all parts yielded before are complete.
     """
     rank = communicator.rank
     for peer in peers(rank, communicator.world_size):

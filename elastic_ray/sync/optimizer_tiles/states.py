@@ -142,7 +142,7 @@ class HeldTiles:
     def put_gradients(self) -> None:
         """Set the gradient of each view to its part of the parameter's gradient.
 
-        Raises RuntimeError: gradients were reduced to the tiles' previous owners.
+        Raises RuntimeError if gradients were reduced to the tiles' previous owners.
         """
         for span, view in self.spans():
             grad = self._params[span.name].grad

@@ -234,7 +234,7 @@ class TiledOptimizer:
     def enter_group(self) -> None:
         """Enter a group in which all ranks with a state have made the same last update.
 
-        Raises StateLostError: no rank holds some of the tiles; raised on every rank.
+        Raises StateLostError on every rank if no rank holds some of the tiles.
         """
         self.idle, self._gathered = False, None
         self._move_state()
@@ -316,7 +316,7 @@ class TiledOptimizer:
         Returns None if the state is not divided. Between an update and the end of a pass over the data, all ranks must
         call this method.
 
-        Raises RanksDisagreeError: another rank does not call this method.
+        Raises RanksDisagreeError if another rank does not call this method.
         """
         if not self.divided:
             self._holder.stored.read()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class ModelTables:
     """Sharded tables of one wrapped model; a model without tables has no overhead.
 
-    Raises StrategyError: a table cannot be trained with this optimizer or this scaler.
+    Raises StrategyError if a table cannot be trained with this optimizer or this scaler.
     """
 
     def __init__(

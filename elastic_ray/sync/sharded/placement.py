@@ -186,7 +186,7 @@ class _Matching:
 def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Move, ...]:
     """Return the moves that send each tile to those of its owners that lack it, balanced over the senders.
 
-    Raises ValueError: no rank holds some tile; see :func:`lost`.
+    Raises ValueError if no rank holds some tile; see :func:`lost`.
     """
     sent = [0] * len(held)
     found = []
@@ -209,7 +209,7 @@ def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: in
     If fewer than ``copies`` ranks stay, all of them own each tile. If possible, leaving ranks send tiles; the ranks
     with the fewest tiles receive.
 
-    Raises ValueError: no rank stays.
+    Raises ValueError if no rank stays.
     """
     staying = [rank for rank, stay in enumerate(stays) if stay]
     if not staying:

@@ -141,7 +141,7 @@ def named_rule(optimizer: RowRule | str | None) -> RowRule | None:
 def rule_of(optimizer: str, group: Mapping[str, Any]) -> RowRule:
     """Return the update rule that is equivalent to a torch optimizer, given its class name and parameter group.
 
-    Raises StrategyError: no rule is equivalent.
+    Raises StrategyError if no rule is equivalent.
     """
     found: RowRule | None = None
     if optimizer == "SGD":

@@ -132,7 +132,7 @@ class TableShard:
 
         All ranks with rows must have made the same updates.
 
-        Raises RowsLostError: no rank holds some of the rows; raised on every rank.
+        Raises RowsLostError on every rank if no rank holds some of the rows.
         """
         tiles = self._tiling.tiles
         held = self._everyone_holds(communicator)

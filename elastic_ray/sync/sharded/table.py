@@ -177,7 +177,7 @@ class ShardedTable:
     def add_gradient(self, ids: Tensor, gradient: Tensor) -> None:
         """Add the gradient that a backward pass has computed for rows that were fetched.
 
-        Raises RuntimeError: gradients of an earlier step have not been applied.
+        Raises RuntimeError if gradients of an earlier step have not been applied.
         """
         ledger, group = self._run.ledger, self._run.group
         if ledger.failed or ledger.replaying:
@@ -228,7 +228,7 @@ class ShardedTable:
     def update(self, lr: float) -> None:
         """Apply the gradients received for this rank's rows, or the local gradients if this rank is alone.
 
-        Raises RuntimeError: row gradients were not sent, because no parameter of the model had a gradient.
+        Raises RuntimeError if row gradients were not sent, because no parameter of the model had a gradient.
         """
         if self._local.waits and self._run.group.world_size > 1:
             raise RuntimeError(
@@ -255,7 +255,7 @@ class ShardedTable:
     def enter_group(self) -> None:
         """Enter the current group, and receive the rows that this rank owns in it.
 
-        Raises CommunicationFailedError: the group broke again. RowsLostError: rows were lost; raised on every rank.
+        Raises CommunicationFailedError if the group breaks again. Raises RowsLostError on every rank if rows were lost.
         """
         group = self._run.group
         self._shard.enter(group.communicator, group.nodes)
@@ -335,7 +335,7 @@ class ShardedTable:
     def restore(self, tree: Any) -> None:
         """Restore a captured state; held rows that lack the state's last update are updated if possible, or dropped.
 
-        Raises RuntimeError: the state belongs to a different table.
+        Raises RuntimeError if the state belongs to a different table.
         """
         self._check_same(tree)
         number, generation, lr = tree["update"]

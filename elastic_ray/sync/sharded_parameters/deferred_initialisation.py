@@ -40,7 +40,7 @@ def prepare(module: nn.Module, function: Callable[[nn.Module], None] | None, dev
     Args:
         function: Initialises the tensors that a module holds directly; None uses the modules' ``reset_parameters``.
 
-    Raises ValueError: A module has no ``reset_parameters``, and there is no function.
+    Raises ValueError if a module has no ``reset_parameters``, and there is no function.
     """
     found: dict[nn.Module, _Initialisation] = {}
     covered: set[Tensor] = set()
@@ -80,7 +80,7 @@ def initialise(
         seed: Seed of torch's generators, whose states are restored afterwards.
         keep: Called with the position and the whole value of each parameter; the value is freed afterwards.
 
-    Raises ValueError: A module's initialisation does not fill its tensors, or changes their shapes.
+    Raises ValueError if a module's initialisation does not fill its tensors, or changes their shapes.
     """
     places = {id(each.param): place for place, each in enumerate(params)}
     cuda = sorted({each.local.device.index for each in params if each.local.device.type == "cuda"})

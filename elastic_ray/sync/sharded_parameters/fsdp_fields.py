@@ -105,7 +105,7 @@ class ShardedParam:
 def check_torch() -> None:
     """Check that torch has the private fields that this module replaces.
 
-    Raises UnknownTorchError: A field is missing; the message names missing fields and torch's version.
+    Raises UnknownTorchError if a field is missing; the message names missing fields and torch's version.
     """
     if missing := _missing_fields():
         raise UnknownTorchError(
@@ -204,7 +204,7 @@ def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
 def check_places(module: nn.Module) -> None:
     """Check that no sharded parameter of the model has been replaced.
 
-    Raises StrategyError: A parameter was replaced.
+    Raises StrategyError if a parameter was replaced.
     """
     names = {id(each): name for name, each in module.named_modules()}
     for field in (field for group in groups_of(module) for field in group.fsdp_params):
@@ -222,7 +222,7 @@ def check_places(module: nn.Module) -> None:
 def install_hooks(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce_hook: Any) -> None:
     """Set the three communication hooks of a sharded module, and prevent user code from changing them.
 
-    Raises StrategyError: User code has already set a hook.
+    Raises StrategyError if user code has already set a hook.
     """
     for group in _param_groups(unit._get_fsdp_state()):
         for field, setter in _SETTINGS.items():

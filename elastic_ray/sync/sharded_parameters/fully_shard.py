@@ -128,7 +128,7 @@ def _check_types(module: object, reshard_after_forward: object, mp_policy: objec
 def _is_unmade(module: nn.Module, kind: str, **options: object) -> bool:
     """True if a module has parameters or buffers without memory.
 
-    Raises ValueError: Its parameters are in memory, but its buffers or the options do not match that.
+    Raises ValueError if its parameters are in memory, but its buffers or the options do not match that.
     """
     buffers = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if kind == "meta":

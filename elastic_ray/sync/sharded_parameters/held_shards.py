@@ -182,7 +182,7 @@ def carry_out(
 
     ``give`` returns the rows of a piece to send. Returns the rows that this rank has received, each with its piece.
 
-    Raises CommunicationFailedError: The group broke, or a peer sent unexpected data. Held rows are unchanged.
+    Raises CommunicationFailedError if the group breaks, or a peer sent unexpected data. Held rows are unchanged.
     """
     found = list(exchange(communicator, by_pair(moved), give))
     for piece, rows in found:

@@ -66,7 +66,7 @@ def key_of(shard_size: int | None) -> str:
 def strategy_of(model: nn.Module) -> Strategy:
     """Return a strategy whose name identifies a sharded model's layout, for records of step times.
 
-    Raises ValueError: Modules were sharded with different values of ``shard_size``.
+    Raises ValueError if modules were sharded with different values of ``shard_size``.
     """
     return dataclasses.replace(SHARDED, name=key_of(shard_size_of(model)))
 
@@ -84,7 +84,7 @@ def set_shard_size(module: nn.Module, shard_size: int | None) -> None:
 def shard_size_of(model: nn.Module) -> int | None:
     """Return the shard size that all sharded modules of a model share.
 
-    Raises ValueError: Modules were sharded with different values.
+    Raises ValueError if modules were sharded with different values.
     """
     found = {getattr(each, _SHARD_SIZE): name for name, each in model.named_modules() if hasattr(each, _SHARD_SIZE)}
     if len(found) > 1:

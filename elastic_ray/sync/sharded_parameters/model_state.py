@@ -53,7 +53,7 @@ class ShardedModelState:
 
     @torch.no_grad()
     def restore(self, tree: Any) -> None:
-        """Restore a captured state. Raises RuntimeError: The state belongs to another model."""
+        """Restore a captured state. Raises RuntimeError if the state belongs to another model."""
         buffers = dict(self._module.named_buffers())
         if "buffers" not in tree or buffers.keys() != tree["buffers"].keys():
             raise RuntimeError(

@@ -53,7 +53,7 @@ class ShardProcessGroup(dist.ProcessGroup):
     def _collectives(self) -> ShardCollectives | None:
         """Collectives of the model; None for a group of one.
 
-        Raises RuntimeError: The model no longer exists.
+        Raises RuntimeError if the model no longer exists.
         """
         found = self._known()
         if found is None and not self._alone:

@@ -78,8 +78,8 @@ class Layout:
             all ranks, whose shards also have followers, or several groups of equal size, each with all rows.
         followers: In a single group, the follower of each shard; by default, the rank after the shard's owner.
 
-    Raises ValueError: The groups differ in size or do not contain each rank once, or a shard has no follower other than
-    its owner.
+    Raises ValueError if the groups differ in size or do not contain each rank once, or a shard has no follower other
+    than its owner.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -255,7 +255,7 @@ def moves(
     Args:
         widths: Number of elements per row of each parameter; 1 by default.
 
-    Raises ValueError: Some rows are held by no rank; see :func:`lost`.
+    Raises ValueError if some rows are held by no rank; see :func:`lost`.
     """
     world = len(held)
     widths = widths or [1] * len(rows)

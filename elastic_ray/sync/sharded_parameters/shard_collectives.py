@@ -96,7 +96,7 @@ class ShardCollectives:
     def start(self, what: Announced) -> None:
         """Agree with all ranks to start ``what``, a backward pass or model call, before its first collective.
 
-        Raises CommunicationFailedError: The group broke. RanksDisagreeError: Other ranks do something else.
+        Raises CommunicationFailedError if the group breaks. Raises RanksDisagreeError if other ranks do something else.
         """
         self._run.consensus.agree_on(what)
         if not self._some_are_idle:
@@ -129,7 +129,7 @@ class ShardCollectives:
     def comes_next(self, what: str) -> None:
         """Agree with all ranks that the next collective is ``what``, which lasts until ``Announcer.done`` is called.
 
-        Raises CommunicationFailedError: The group broke. RanksDisagreeError: Other ranks do something else.
+        Raises CommunicationFailedError if the group breaks. Raises RanksDisagreeError if other ranks do something else.
         """
         code, consensus = zlib.crc32(what.encode()), self._run.consensus
         if self._some_are_idle and self._unit >= 0:
@@ -212,7 +212,7 @@ class ShardCollectives:
     def sum_up(self, tensor: Tensor, op: Any) -> None:
         """Reduce a tensor over the shard group, in place; after a failure, it keeps this rank's numbers.
 
-        Raises NotImplementedError: The operation is not a sum, mean, maximum or minimum.
+        Raises NotImplementedError if the operation is not a sum, mean, maximum or minimum.
         """
         self._entered()
         kinds = {
@@ -299,7 +299,7 @@ class ShardCollectives:
     def _carry_out(self, what: str, start: Callable[[], Any]) -> bool:
         """Execute a collective; False in a step that is already lost, or is lost by it.
 
-        Raises CommunicationFailedError: The group broke outside of steps.
+        Raises CommunicationFailedError if the group breaks outside of steps.
         """
         ledger, consensus = self._run.ledger, self._run.consensus
         if self._joins:

@@ -282,7 +282,7 @@ class ShardHolder:
     def compare(self, communicator: Communicator) -> None:
         """Check that the copies of each shard are bit-identical on all holders; called on every rank.
 
-        Raises ReplicasDifferError: Copies differ; raised on every rank.
+        Raises ReplicasDifferError on every rank if copies differ.
         """
         layout = self._layout
         held = [layout.held_by(rank) for rank in range(layout.world)]
@@ -352,7 +352,7 @@ class ShardHolder:
 
         Unread tensors stay unread until this rank knows which of their rows it needs; until then it holds no rows.
 
-        Raises RuntimeError: A parameter has a different shape.
+        Raises RuntimeError if a parameter has a different shape.
         """
         shard, unread = Shard(), dict[int, Rows]()
         late = any(isinstance(values[each.name], UnreadTensor) for each in self.params)

@@ -186,7 +186,7 @@ class ShardedGradients(Participant):
     def _start_in(self, step: LoaderStep) -> None:
         """Start a backward pass of a loader's step.
 
-        Raises RuntimeError: The loop sets weights of micro-batches, or accumulates gradients over several steps.
+        Raises RuntimeError if the loop sets weights of micro-batches, or accumulates gradients over several steps.
         """
         if step.weighed:
             raise RuntimeError("loader.weigh(n) and a sharded model exclude each other: see docs/sharded-models.md")

@@ -206,7 +206,7 @@ class ShardedOptimizer:
     def enter_group(self) -> None:
         """Receive the shards for the current group; all ranks with shards must have made the same updates.
 
-        Raises StateLostError: No rank holds some rows; raised on every rank.
+        Raises StateLostError on every rank if no rank holds some of the rows.
         """
         group = self._run.group
         self._by_hand.end()
@@ -246,7 +246,7 @@ class ShardedOptimizer:
         Code after the loop can then save a checkpoint on rank 0 alone. A model that was built on the meta device
         might not fit into rank 0's memory, so it is gathered only if all ranks request this.
 
-        Raises ReplicasDifferError: Holders of a shard differ; raised on every rank.
+        Raises ReplicasDifferError on every rank if holders of a shard differ.
         """
         if self._holder.built_on_meta:
             self._compare()
@@ -256,7 +256,7 @@ class ShardedOptimizer:
     def gather(self) -> None:
         """Gather the whole model into rank 0's CPU memory, where it stays until the next update; called on every rank.
 
-        Raises ReplicasDifferError: Holders of a shard differ; raised on every rank.
+        Raises ReplicasDifferError on every rank if holders of a shard differ.
         """
         self._compare()
         if self.divided and not self._open:
@@ -283,7 +283,7 @@ class ShardedOptimizer:
         """Return the optimizer's whole states, keyed by parameter, on rank 0, and an empty dict on other ranks.
 
         All ranks must make this call between an update and the end of a pass and, for a model that was built on the
-        meta device, at any time. Raises RanksDisagreeError: Another rank does not make it.
+        meta device, at any time. Raises RanksDisagreeError if another rank does not make it.
         """
         return {self.params[place].param: state for place, (_, state) in (self._whole() or {}).items() if state}
 
@@ -307,7 +307,7 @@ class ShardedOptimizer:
     def hold_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
         """Replace held shards by the whole model with the parameters ``values``; call :meth:`restore` for states.
 
-        Raises RuntimeError: A parameter has a different shape.
+        Raises RuntimeError if a parameter has a different shape.
         """
         self._holder.hold_whole(values)
         self._close()
@@ -360,7 +360,7 @@ class ShardedOptimizer:
         Args:
             whole: Whether optimizer and model hold the whole state and all parameters after that update.
 
-        Raises RuntimeError: The state belongs to a different model, or to one that is not sharded.
+        Raises RuntimeError if the state belongs to a different model, or to one that is not sharded.
         """
         if tree is None:
             raise RuntimeError(

@@ -66,7 +66,7 @@ class SlicedBucket(Bucket):
     def put(self, weight: float, *, sums: bool = False) -> Tensor | None:
         """Copy the weighted gradients into the bucket, like ``Bucket.put``.
 
-        Raises RuntimeError: a gradient is sparse or was removed, or a sliced one was not zeroed.
+        Raises RuntimeError if a gradient is sparse or was removed, or a sliced one was not zeroed.
         """
         if any(isinstance(param.grad, SlicedGradient) for param in self.params):
             raise RuntimeError(ADDS_UP)

@@ -51,7 +51,7 @@ class Routes:
 def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tuple[BucketPiece, ...]:
     """Return the pieces into which a bucket is divided by the owners of its parameters.
 
-    Raises ValueError: some elements of a parameter have no owner.
+    Raises ValueError if some elements of a parameter have no owner.
     """
     found, at = [], 0
     for param, (size, mine) in enumerate(zip(sizes, spans, strict=True)):

@@ -131,7 +131,7 @@ class SlicedGradient(Tensor):
     def part(self, start: int, length: int) -> Tensor:
         """Return a slice of the gradient that this rank owns.
 
-        Raises RuntimeError: this rank does not own the slice, because owners have changed since the reduction.
+        Raises RuntimeError if this rank does not own the slice, because owners have changed since the reduction.
         """
         content = self.content
         if content.plain is not None:

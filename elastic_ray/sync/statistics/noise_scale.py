@@ -58,7 +58,7 @@ def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale
         samples: K, replicas x micro-batches; at least 2.
         scale: Global batch / initial batch, above 0.
 
-    Raises ValueError: ``samples`` is below 2, ``scale`` is not a finite number above 0, or a norm is not finite.
+    Raises ValueError if ``samples`` is below 2, ``scale`` is not a finite number above 0, or a norm is not finite.
 
     Example:
         >>> estimate(mean_sq_norm=5.0, sq_norm_of_mean=4.0, samples=2, scale=1.0)
@@ -155,7 +155,7 @@ class SmoothedNoise:
             scale: Global batch / initial batch of the step, above 0.
             steps: Number of optimizer steps since the previous update; above 1 if not every step is measured.
 
-        Raises ValueError: ``scale`` is not a finite number above 0, or the number of groups differs.
+        Raises ValueError if ``scale`` is not a finite number above 0, or the number of groups differs.
         """
         _check_scale(scale)
         new_sqr, new_var = _values(sqr), _values(var)

@@ -203,7 +203,7 @@ class _Asked:
 class StrategyInForce:
     """Current strategy and plan of one model, with the switch to another strategy or tuner.
 
-    Raises StrategyError: The strategy cannot be used with this model and optimizer.
+    Raises StrategyError if the strategy cannot be used with this model and optimizer.
     """
 
     def __init__(self, context: Run, model: GradientEngine, builder: StrategyBuilder, number: int) -> None:
@@ -303,7 +303,7 @@ class StrategyInForce:
         Args:
             given: Any value accepted by ``AdaptiveDataParallel(strategy=...)``.
 
-        Raises StrategyError, TypeError: The strategy does not exist, or cannot be used with this model.
+        Raises StrategyError, TypeError if the strategy does not exist, or cannot be used with this model.
         """
         builder = resolve_strategy(given)
         strategy = builder.build(self.profile, self.topology)

@@ -130,7 +130,7 @@ class RowBucket:
     def put(self, weight: float, *, sums: bool = False) -> None:
         """Put the weighted rows of the gradient into the bucket, or no rows if there is no gradient.
 
-        Raises RuntimeError: a hook has removed the gradient.
+        Raises RuntimeError if a hook has removed the gradient.
         """
         param = self.table.param
         self._has_gradient = param.grad is not None
