@@ -131,4 +131,4 @@ def test_only_the_first_trial_of_a_net_explores_sizes(start: Callable[..., Trial
             take(trial, 1)
         reasons[name] = grown[0].reason
         trial.stop()
-    assert ["no model yet" in reasons[each] for each in ("first", "second", "wider")] == [True, False, True], reasons
+    assert ["no model yet" in str(reasons[each]) for each in ("first", "second", "wider")] == [True, False, True], reasons
