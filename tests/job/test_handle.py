@@ -129,6 +129,7 @@ def test_another_cluster_finds_a_running_job_by_its_storage(ray_cluster: Any, tm
     wait_until(lambda: handle.status().phase is JobPhase.PAUSED, handle)
     storage = RunStorage(handle.storage_path)
     kept = SubmittedJob.from_json(storage.read_submission())
+    wait_until(lambda: storage.read_alive() > 0.0, handle)
     other = dataclasses.replace(kept, session="another", address="10.0.0.9:6379")
     with pytest.raises(JobNameTakenError, match=f"in use by job 'elsewhere' of another cluster, at {kept.address}"):
         refuse_running_elsewhere(storage, other, timeout_s=10.0)

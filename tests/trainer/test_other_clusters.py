@@ -27,7 +27,7 @@ OURS = SubmittedJob(
 
 def theirs(**changed: object) -> SubmittedJob:
     told = {"session": "theirs", "address": "10.0.0.1:6379", "submitted_s": time.time() - 30.0, "host": "there"}
-    return dataclasses.replace(OURS, **{**told, **changed})  # type: ignore[arg-type]
+    return dataclasses.replace(OURS, **{**told, **changed})
 
 
 @pytest.fixture
