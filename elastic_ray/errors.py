@@ -71,7 +71,7 @@ __getattr__, _ = lazy_names("elastic_ray.errors", _HOMES)
 
 
 class JobNameTakenError(RuntimeError):
-    """Error raised if a job is submitted under the name of an active job."""
+    """Error raised if a job is submitted under the name of an active job, here or in the same storage."""
 
 
 class ImpossibleResourcesError(ValueError):

@@ -8,6 +8,7 @@ import logging
 import os
 import posixpath
 import re
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ from placement.storage.private_files import (
     ForeignDirectoryError,
     check_own,
     make_directory,
+    open_whole,
     replace_file,
     sync_directory,
 )
@@ -44,6 +46,7 @@ PROGRESS_FILE, _ADDED = NOTES
 """The first is written last into a checkpoint's directory: a directory without it is not a complete checkpoint."""
 MARKER_FILE = ".elastic_ray_run"
 SUBMISSION_FILE = "submission.json"
+ALIVE_FILE = ".elastic_ray_alive"
 _FILES = "files"
 _FORMAT = 1  # of notes
 _LONGEST_SUBMISSION = 1 << 20
@@ -160,6 +163,19 @@ class RunStorage:
         with self.filesystem.open_input_stream(posixpath.join(self.path, SUBMISSION_FILE)) as stream:
             return bytes(stream.read(_LONGEST_SUBMISSION))
 
+    def write_alive(self) -> None:
+        """Store the time, as proof to other clusters that the run's controller lives."""
+        path = posixpath.join(self.path, ALIVE_FILE)
+        replace_file(self.filesystem, path, str(time.time()).encode(), private=self.private)
+
+    def read_alive(self) -> float:
+        """Return the time that the run's controller stored last [s since the epoch, its clock]; 0 if none is stored."""
+        try:
+            with open_whole(self.filesystem, posixpath.join(self.path, ALIVE_FILE)) as stream:
+                return float(stream.read(64))
+        except (FileNotFoundError, ValueError):
+            return 0.0
+
     def read_events(self, most: int | None = None) -> tuple[JobEvent, ...]:
         """Return the last ``most`` events written so far, or all if ``most`` is None.
 
@@ -175,7 +191,7 @@ class RunStorage:
 
     def last_written_s(self) -> float:
         """Return when an event, report or automatic checkpoint was last written [s since the epoch]; 0 if never."""
-        names = (EVENTS_FILE, REPORTS_FILE, "reports", "automatic")
+        names = (EVENTS_FILE, REPORTS_FILE, "reports", "automatic", ALIVE_FILE)
         infos = self.filesystem.get_file_info([posixpath.join(self.path, name) for name in names])
         return max((info.mtime_ns or 0) for info in infos) / 1e9
 

@@ -27,6 +27,7 @@ from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.display import Interrupts, JobDisplay, without_traceback
 from elastic_ray.driver.handle import JobHandle, find_controller
 from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
+from elastic_ray.driver.other_clusters import refuse_running_elsewhere, this_machine
 from elastic_ray.driver.overrides import fresh_name, login_name, pop_name, read_overrides, script_stem
 from elastic_ray.driver.ray_train_config import Scaling, job_name, read_run, read_scaling, refuse_arguments
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
@@ -66,6 +67,7 @@ def kept_submission(
         user=user,
         named=named,
         script=os.path.abspath(sys.argv[0]) if sys.argv and os.path.isfile(sys.argv[0]) else "",
+        host=this_machine(),
     )
 
 
@@ -244,7 +246,7 @@ class ElasticTrainer:
             AccessRefusedError: If the cluster requires a token, and this process has none or a wrong one.
             ImpossibleResourcesError: If the cluster could never run the job, and has no autoscaler that could add the
                 missing resources.
-            JobNameTakenError: If an active job has the same name.
+            JobNameTakenError: If an active job has the same name, here or on another cluster with the same storage.
             OSError: If the run's directory cannot be written, or its storage does not respond.
         """
         return self._submit(self.spec())
@@ -263,9 +265,10 @@ class ElasticTrainer:
         storage.create_within(spec.elastic.storage_timeout_s)
         kept = kept_submission(
             spec.job, spec.storage_path, spec.submission, self._command, spec.user, named=self._name is not None
-        ).to_json()
+        )
         timeout_s = spec.elastic.storage_timeout_s
-        call_storage(storage.where, "writing", lambda: storage.write_submission(kept), timeout_s=timeout_s)
+        refuse_running_elsewhere(storage, kept, timeout_s=timeout_s)
+        call_storage(storage.where, "writing", lambda: storage.write_submission(kept.to_json()), timeout_s=timeout_s)
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
         try:
             controller = start(spec)

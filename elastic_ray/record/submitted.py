@@ -30,6 +30,7 @@ class SubmittedJob:
     user: str = ""  # owner of the job
     named: bool = True  # whether the script, submitted again, gives the job the same name
     script: str = ""  # the script, for messages
+    host: str = ""  # the driver's machine, until its reboot
     format: int = _FORMAT
 
     def to_json(self) -> str:

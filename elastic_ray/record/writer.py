@@ -15,7 +15,7 @@ from elastic_ray.events import Report
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.record.record import JobRecord
 from elastic_ray.record.report_queue import MOST, Backlog
-from placement.storage.storage_calls import StorageCalls, StorageTimeoutError
+from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutError
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -26,7 +26,8 @@ _LONGEST_AGAIN_S = 30.0
 _LAST_WORDS_S = 5.0
 _LAST_WORDS_AWAY_S = 1.0
 _BLOCK = 1000
-_THREADS = 4  # one each may hang: writing events and reports, looking for checkpoints, reading reports
+ALIVE_EVERY_S = 20.0
+_THREADS = 5  # one each may hang: writing events, reports and the time, looking for checkpoints, reading reports
 
 
 class _BacklogWriter:
@@ -83,6 +84,8 @@ class RecordWriter:
         self._deletions: set[asyncio.Task[None]] = set()
         self._told: set[str] = set()
         self._block: dict[int, Report] = {}
+        self._alive: Call | None = None
+        self._alive_due_s = 0.0
 
     def tick(self, now_s: float) -> None:
         """Write lines that are due at ``now_s`` [s, monotonic], and record which storage calls are unanswered."""
@@ -92,6 +95,14 @@ class RecordWriter:
                 writer.start(self._background, self._calls, pause_s=pause_s)
             if writer.idle and not writer.problem and (dropped := writer.backlog.pop_dropped()):
                 self._tell(f"{dropped} lines were too many to keep while storage was away: {writer.what} left them out")
+        # Trials have no submission of their own, and there may be hundreds.
+        if (
+            self._spec.trial is None
+            and now_s >= self._alive_due_s
+            and (self._alive is None or self._alive.answer.done())
+        ):
+            self._alive_due_s = now_s + ALIVE_EVERY_S
+            self._alive = self._calls.start("writing that the job lives", self._storage.write_alive)
         waiting = self._calls.waiting() or self._deleting.waiting()
         self._record.waits("controller", waiting or self._events.problem or self._reports.problem)
 

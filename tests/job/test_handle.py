@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -16,9 +17,12 @@ import ray
 import ray.train
 
 import elastic_ray as er
+from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.driver.handle import JobHandle
+from elastic_ray.driver.other_clusters import refuse_running_elsewhere
 from elastic_ray.errors import JobLostError, JobNameTakenError
 from elastic_ray.events import EventKind, JobPhase
+from elastic_ray.record.submitted import SubmittedJob
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 
@@ -116,3 +120,19 @@ def test_ctrl_c_stops_the_job(ray_cluster: Any, tmp_path: Path) -> None:
     assert output.rstrip().endswith("job interrupted: run the script again to continue it")
     events = (tmp_path / "runs" / "interrupted" / "events.jsonl").read_text()
     assert "the job has stopped" in events
+
+
+@pytest.mark.thorough
+def test_another_cluster_finds_a_running_job_by_its_storage(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(tmp_path, workers=1, name="elsewhere", epochs=10_000)
+    handle.pause()
+    wait_until(lambda: handle.status().phase is JobPhase.PAUSED, handle)
+    storage = RunStorage(handle.storage_path)
+    kept = SubmittedJob.from_json(storage.read_submission())
+    wait_until(lambda: storage.read_alive() > 0.0, handle)
+    other = dataclasses.replace(kept, session="another", address="10.0.0.9:6379")
+    with pytest.raises(JobNameTakenError, match=f"in use by job 'elsewhere' of another cluster, at {kept.address}"):
+        refuse_running_elsewhere(storage, other, timeout_s=10.0)
+    handle.stop()
+    handle.result(timeout=180)
+    refuse_running_elsewhere(storage, other, timeout_s=10.0, watch_s=0.0)

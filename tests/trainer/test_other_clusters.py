@@ -1,0 +1,135 @@
+"""A run's directory that a job of another cluster may be using."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_ray.checkpoints.run_directory import ALIVE_FILE, SUBMISSION_FILE, RunStorage
+from elastic_ray.driver.other_clusters import refuse_running_elsewhere
+from elastic_ray.errors import JobNameTakenError
+from elastic_ray.events import EventKind, JobEvent
+from elastic_ray.record.submitted import SubmittedJob
+from tests.local_cluster import free_port
+
+OURS = SubmittedJob(
+    job="digits", storage="/runs/digits", session="ours", address="10.0.0.2:6379", submitted_s=0.0, host="here"
+)
+
+
+def theirs(**changed: object) -> SubmittedJob:
+    told = {"session": "theirs", "address": "10.0.0.1:6379", "submitted_s": time.time() - 30.0, "host": "there"}
+    return dataclasses.replace(OURS, **{**told, **changed})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunStorage:
+    storage = RunStorage(str(tmp_path / "digits"))
+    storage.create()
+    storage.write_submission(theirs().to_json())
+    storage.write_alive()
+    return storage
+
+
+@contextlib.contextmanager
+def living(run: RunStorage) -> Iterator[None]:
+    """Write what the run's controller writes, faster."""
+    ended = threading.Event()
+
+    def write() -> None:
+        while not ended.wait(0.02):
+            run.write_alive()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def check(run: RunStorage, ours: SubmittedJob = OURS, watch_s: float = 0.3) -> float:
+    """Return how long the check took [s]."""
+    begin_s = time.monotonic()
+    refuse_running_elsewhere(run, ours, timeout_s=10.0, watch_s=watch_s)
+    return time.monotonic() - begin_s
+
+
+def test_a_job_of_another_cluster_keeps_its_directory(run: RunStorage) -> None:
+    before = {path.name: path.read_bytes() for path in Path(run.path).iterdir() if path.name != ALIVE_FILE}
+    with living(run), pytest.raises(JobNameTakenError) as refused:
+        check(run)
+    for told in (
+        run.path,
+        "at 10.0.0.1:6379",
+        "last seen alive at 2",
+        "RunConfig(name)",
+        "storage_path",
+        SUBMISSION_FILE,
+    ):
+        assert told in str(refused.value)
+    assert {path.name: path.read_bytes() for path in Path(run.path).iterdir() if path.name != ALIVE_FILE} == before
+
+
+def test_clocks_need_not_agree(run: RunStorage) -> None:
+    def write(times: Iterator[float]) -> None:
+        for time_s in itertools.islice(times, 40):
+            (Path(run.path) / ALIVE_FILE).write_text(str(time_s))
+            time.sleep(0.02)  # a controller's pace, faster
+
+    ahead = threading.Thread(target=write, args=(itertools.count(time.time() + 3e9),))
+    ahead.start()
+    with pytest.raises(JobNameTakenError):
+        check(run)
+    ahead.join()
+
+
+def test_a_lost_job_is_continued_after_its_silence(run: RunStorage) -> None:
+    assert check(run) >= 0.3
+    run.write_submission(theirs(submitted_s=time.time() - 3600.0).to_json())
+    (Path(run.path) / ALIVE_FILE).write_text(str(time.time() - 3000.0))
+    assert check(run, watch_s=60.0) < 30.0, "its silence is long enough already"
+
+
+def test_a_new_head_in_its_place_waits_not(run: RunStorage) -> None:
+    run.write_submission(theirs(host="here", address=OURS.address).to_json())
+    with living(run):
+        assert check(run, watch_s=60.0) < 30.0
+    run.write_submission(theirs(host="here", address=f"127.0.0.1:{free_port()}").to_json())
+    assert check(run, watch_s=60.0) < 30.0, "nothing answers on this very machine"
+
+
+def test_another_machines_loopback_address_proves_nothing(run: RunStorage) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    for host, ours in (("there", OURS), ("there", dataclasses.replace(OURS, address=address)), ("", OURS)):
+        run.write_submission(theirs(address=address, host=host).to_json())
+        with living(run), pytest.raises(JobNameTakenError):
+            check(run, ours)
+
+
+def test_two_clusters_of_one_machine_are_told_apart(run: RunStorage) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        run.write_submission(theirs(host="here", address=f"127.0.0.1:{head.getsockname()[1]}").to_json())
+        with living(run), pytest.raises(JobNameTakenError):
+            check(run)
+        assert check(run) >= 0.3, "the cluster lives, but not the job"
+
+
+def test_ended_jobs_and_new_directories_are_free(run: RunStorage, tmp_path: Path) -> None:
+    with living(run):
+        assert check(run, dataclasses.replace(OURS, session="theirs"), watch_s=60.0) < 30.0, "its own cluster's"
+    end = JobEvent(kind=EventKind.FINISHED, time_s=time.time(), from_workers=1, to_workers=0, reason="")
+    run.events.append([end.to_json()])
+    assert check(run, watch_s=60.0) < 30.0
+    assert check(RunStorage(str(tmp_path / "new")), watch_s=60.0) < 30.0
+    run.write_submission("{}")
+    assert check(run, watch_s=60.0) < 30.0, "no submission"
