@@ -24,30 +24,30 @@ class Averager(Protocol):
         """Average this rank's model with the other ranks' models at the end of a period.
 
         Args:
-            model: This rank's parameters, with access to those of the other ranks.
-            steps: Number of committed optimizer steps, which is a multiple of the period.
+            model: This rank's parameters, with access to the other ranks' parameters.
+            steps: Number of committed optimizer steps, a multiple of the period.
 
-        Raises CommunicationFailedError if the group breaks; this rank's model and averager are unchanged.
+        Raises CommunicationFailedError if the group breaks, leaving this rank's model and averager unchanged.
         """
 
     def prepare(self, model: Replica) -> None:
-        """Start the collectives that :meth:`run` needs, while the ranks still vote on whether to commit the steps."""
+        """Start the collectives that :meth:`run` needs, while the ranks are still voting on committing the steps."""
 
     def start(self, model: Replica) -> None:
-        """Initialise the algorithm's state, or extend it to added parameters; values must be equal on all ranks."""
+        """Initialise the algorithm's state, or extend it to added parameters; values must be the same on all ranks."""
 
     def capture(self) -> Any:
-        """Return the averager's state, which is equal on all ranks, for joining ranks and checkpoints."""
+        """Return the averager's state for joining ranks and checkpoints; it is the same on all ranks."""
 
     def restore(self, tree: Any) -> None:
-        """Restore a state that was captured by the same algorithm."""
+        """Restore a state captured by the same algorithm."""
 
 
 class Stateless:
-    """Base class of algorithms without state between averages."""
+    """Base class for algorithms that keep no state between averages."""
 
     def prepare(self, model: Replica) -> None:
-        """Start the sum of all ranks' models, from which :meth:`run` computes their mean."""
+        """Start summing all ranks' models, so that :meth:`run` can compute their mean."""
         model.start_mean()
 
     def start(self, model: Replica) -> None:
@@ -62,11 +62,11 @@ class Stateless:
 
 
 class LocalSGDAverager(Stateless):
-    """Averager that sets every rank's model w_r to the mean over ranks: w_r <- mean of w.
+    """Averager that sets each rank's model w_r to the mean over all ranks: w_r <- mean of w.
 
-    Source: Stich, "Local SGD converges fast and communicates little" (ICLR 2019). Optimizer moments stay local to
-    each rank, as in torch's ``PostLocalSGDOptimizer``: they derive from local gradients, and averaging them would
-    double or triple the traffic.
+    Source: Stich, "Local SGD converges fast and communicates little" (ICLR 2019). Optimizer moments stay local to each
+    rank, as in torch's ``PostLocalSGDOptimizer``: they come from local gradients, and averaging them would double or
+    triple the traffic.
     """
 
     def run(self, model: Replica, steps: int) -> None:
@@ -77,11 +77,11 @@ class LocalSGDAverager(Stateless):
 class SMAAverager(Stateless):
     """Averager that moves models towards the mean: w_r <- (1 - alpha) w_r + alpha x mean over ranks of w.
 
-    Source: KungFu's ``sma_sgd.py`` (OSDI 2020), after EA-SGD. KungFu averages before the gradient update, this class
-    after it.
+    Source: KungFu's ``sma_sgd.py`` (OSDI 2020), after EA-SGD. KungFu averages before the gradient update; this class
+    averages after it.
 
     Args:
-        alpha: Fraction of the distance to the mean that each average covers, up to 1.
+        alpha: Fraction of the distance to the mean that each average moves a model, up to 1.
     """
 
     def __init__(self, alpha: float) -> None:
@@ -93,27 +93,27 @@ class SMAAverager(Stateless):
 
 
 class PairAverager(Stateless):
-    """Averager that moves a model half of the way to a random other rank's model, before each update.
+    """Averager that moves a model halfway to another, random rank's model before each update.
 
     w_r <- w_r + (w_s - v_r) / 2, where w_s is the newest model that the other rank s has published, and v_r is this
-    rank's model after as many steps: a mean with w_r itself would undo half of the steps made since. If s is
-    ahead, v_r is w_r. Source: KungFu's ``PairAveragingOptimizer`` (OSDI 2020), after
-    AD-PSGD (Lian et al., ICML 2018), in which both ranks adopt the mean.
-    Models are pulled during steps, and no rank waits for one. If no model has arrived, the rank keeps its own.
+    rank's model after the same number of steps: a mean with w_r itself would undo half of the steps made since then. If
+    s is ahead, v_r is w_r. Source: KungFu's ``PairAveragingOptimizer`` (OSDI 2020), after AD-PSGD (Lian et al., ICML
+    2018), where both ranks adopt the mean. Models are pulled during steps, and ranks never wait for them. A rank that
+    has received no model keeps its own.
     """
 
     def prepare(self, model: Replica) -> None:
-        """Do nothing, because there is no mean over all ranks."""
+        """Do nothing, because no mean over all ranks is computed."""
 
     def run(self, model: Replica, steps: int) -> None:
         """Do nothing, because models are averaged by :meth:`mix` before each update."""
 
     @torch.no_grad()
     def mix(self, model: Replica, steps: int) -> None:
-        """Average this rank's model with the pulled model (if any), publish the result, and request another model.
+        """Average this rank's model with the pulled model, if any; publish the result, and request another model.
 
         Args:
-            steps: Number of steps that the model has made.
+            steps: Number of steps made by the model so far.
         """
         away = model.pulled()
         if away is not None:
@@ -123,11 +123,11 @@ class PairAverager(Stateless):
 
 
 class DiLoCoAverager:
-    """Averager that makes an outer SGD step with Nesterov momentum from the anchor towards the mean model.
+    """Averager that takes an outer SGD step with Nesterov momentum, from the anchor towards the mean model.
 
-    The anchor a (the model after the last outer step) and the outer momentum m are equal on all ranks; w is the mean
-    of the ranks' models: d = a - w;  m <- mu m + d;  a <- a - lr (d + mu m);  w_r <- a. Source: Douillard et al.,
-    arXiv 2311.08105.
+    The anchor a (the model after the last outer step) and the outer momentum m are the same on all ranks; w is the mean
+    of the ranks' models: d = a - w;  m <- mu m + d;  a <- a - lr (d + mu m);  w_r <- a. Source: Douillard et al., arXiv
+    2311.08105.
 
     Args:
         outer_lr: Outer learning rate lr, above 0.
@@ -151,12 +151,12 @@ class DiLoCoAverager:
                 self._momentum[name] = torch.zeros_like(self._anchor[name])
 
     def prepare(self, model: Replica) -> None:
-        """Start the sum of all ranks' models, from which :meth:`run` computes their mean."""
+        """Start summing all ranks' models, so that :meth:`run` can compute their mean."""
         model.start_mean()
 
     @torch.no_grad()
     def run(self, model: Replica, steps: int) -> None:
-        """Make the outer step, and set this rank's parameters to the new anchor (the model after that step)."""
+        """Take the outer step, and set this rank's parameters to the new anchor (the model after that step)."""
         mean = model.mean()
         names = list(model.named)
         anchor, momentum = [self._anchor[name] for name in names], [self._momentum[name] for name in names]
@@ -177,7 +177,7 @@ class DiLoCoAverager:
 
 
 def make_averager(average: Average) -> Averager:
-    """Return the averager for the averaging algorithm that a strategy's ``average`` describes."""
+    """Return the averager for the algorithm described by a strategy's ``average``."""
     match average.algorithm:
         case "diloco":
             return DiLoCoAverager(average.outer_lr, average.outer_momentum)
