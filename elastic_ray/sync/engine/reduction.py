@@ -520,5 +520,5 @@ class SummingGroup:
         return self.group.world_size if self.model.average is None or not self.model.on else 1
 
     def share(self, step: LoaderStep) -> float:
-        """Return the current micro-batch's weight in the step's mean or, if replicas diverge, in this rank's mean."""
+        """Return the current micro-batch's weight in the step's mean, or in this rank's mean if replicas diverge."""
         return step.own_weight(self.group.rank) if self.drifts else step.weight(self.group.rank)

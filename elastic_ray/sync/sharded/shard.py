@@ -180,7 +180,7 @@ class TableShard:
         self._by_tile = torch.tensor(owners, dtype=torch.int64, device=self.device)
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
+        """Send tiles owned only by leaving ranks to ranks that stay (``stays[r]`` for rank r); called on every rank."""
         given = hand_over(self._owners, stays)
         if not given:
             return

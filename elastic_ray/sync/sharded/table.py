@@ -262,7 +262,7 @@ class ShardedTable:
         self._begun, self._unused, self._pending, self._gathered = True, False, None, None
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send rows that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
+        """Send rows owned only by leaving ranks to ranks that stay (``stays[r]`` for rank r); called on every rank."""
         self._gathered = None
         self._shard.hand_over(self._run.group.communicator, stays)
 
