@@ -1,4 +1,4 @@
-"""Tiled optimizer state of one model, during updates and changes of the group (torch).
+"""Tiled optimizer state of one model, during updates and group changes (torch).
 
 A tile has several owners, which make the same update from the same gradient; its first owner sends the new parameters
 to all ranks. Ranks vote before each update. If any rank knows that an update was decided, every surviving rank can make
