@@ -156,7 +156,7 @@ class DiLoCoAverager:
 
     @torch.no_grad()
     def run(self, model: Replica, steps: int) -> None:
-        """Take the outer step, and set this rank's parameters to the new anchor (the model after that step)."""
+        """Make the outer step, and set this rank's parameters to the new anchor (the model after that step)."""
         mean = model.mean()
         names = list(model.named)
         anchor, momentum = [self._anchor[name] for name in names], [self._momentum[name] for name in names]

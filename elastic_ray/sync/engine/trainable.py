@@ -199,7 +199,7 @@ class TrainedState(OptimizerState):
         return {**captured, "state": states} if rank == 0 else {"state": states}
 
     def capture_to_keep(self) -> Any:
-        """Return the state that all ranks share, and this rank's part of divided state, for a rerun in this process."""
+        """Return the state that all ranks share, and this rank's divided state, for another run in this process."""
         captured, kept = self.capture(), self._divided.kept()
         if "divided" not in captured:
             return captured

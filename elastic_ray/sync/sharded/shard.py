@@ -200,7 +200,7 @@ class TableShard:
         return self.store.rows(ids)
 
     def fetch(self, communicator: Communicator, ids: Tensor) -> Tensor:
-        """Fetch rows from their owners, [len(ids), width]; called on every rank, with empty ``ids`` to get none."""
+        """Fetch rows from their owners, [len(ids), width]; called on every rank, with empty ``ids`` to fetch none."""
         store, readers = self.store, self._by_tile[:, 0]
         assert store is not None
         here = store.holds(ids)

@@ -333,7 +333,7 @@ class ShardedTable:
         return {**self.capture(), "kept": kept}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state; held rows that lack the state's last update are updated if possible, or dropped.
+        """Restore a captured state; held rows that lack the state's last update are updated if possible, else dropped.
 
         Raises RuntimeError if the state belongs to a different table.
         """
