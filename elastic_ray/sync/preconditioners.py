@@ -274,7 +274,7 @@ class FlatPreconditioner:
         return found
 
     def _find_floors(self) -> list[Tensor]:
-        """Return the floor of each parameter: a hundredth of the root mean square of its denominators."""
+        """Return each parameter's floor: a hundredth of its denominators' root mean square."""
         norms: list[list[Tensor]] = [[] for _ in self.params]
         for part in self._parts:
             for piece, norm in zip(part, torch._foreach_norm(self._denominators(part)), strict=True):

@@ -1,4 +1,4 @@
-"""Changes that user code makes to parameters outside of optimizer steps, such as weight averages (torch).
+"""Changes that user code makes to parameters outside optimizer steps, such as weight averages (torch).
 
 In a sharded model, a rank's parameters contain only the rows that the rank owns. The rank also holds copies of rows
 owned by other ranks, which are not part of its model. Like an update, a change must be made to both.
@@ -49,7 +49,7 @@ _UPDATED: ContextVar[UpdatedRows | None] = ContextVar("elastic_ray_updated_rows"
 
 @torch.no_grad()
 def change_parameters(change: Callable[..., object], *of: nn.Module | Iterable[Tensor]) -> None:
-    """Change parameters element by element outside of optimizer steps, on every worker that holds them.
+    """Change parameters element by element outside optimizer steps, on every worker that holds them.
 
     Use this function in an optimizer hook if the model is sharded (``fully_shard``), because changing
     ``model.parameters()`` directly only affects the rows owned by that worker. Parameters that are not sharded are

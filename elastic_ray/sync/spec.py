@@ -64,7 +64,7 @@ class Wire:
 
     @property
     def exact(self) -> bool:
-        """True if gradients are sent without any change."""
+        """True if gradients are sent unchanged."""
         return self.dtype == "native" and not self.rank
 
     @property
@@ -217,7 +217,7 @@ class Average:
     """Averaging of models: each rank updates its own replica, and replicas are averaged periodically.
 
     Between two averages, the ranks hold different models. All ranks adopt the consensus (the mean of all models) when
-    the group changes, at checkpoints, and after each pass over a loader and the run.
+    the group changes, at checkpoints, after each pass over a loader, and when the run ends.
 
     Attributes:
         algorithm: ``"local_sgd"`` sets all ranks to the mean every ``period`` steps. ``"diloco"`` makes an outer

@@ -414,7 +414,8 @@ class Replica:
     def pulled(self) -> list[torch.Tensor] | None:
         """Return the pulled model minus this rank's model after the same number of steps; None if no model has arrived.
 
-        If that is held no more, it is the next one that is; the present one if this rank has made fewer steps.
+        If that model is no longer held, the next one still held is used, or the current model if this rank has made
+        fewer steps.
         """
         steps = self.exchange.arrived(self._into)
         if steps is None or not self._asked or self._outdated(list(self.named.values())):

@@ -494,7 +494,7 @@ class GradientEngine(Participant):
         return layout
 
     def _update_tables(self, tables: Sequence[TableGradient]) -> None:
-        """Attach table gradients to the layers that use them, replacing those of the previous layout."""
+        """Attach table gradients to the layers that use them, replacing the previous layout's."""
         for table in self._tables:
             table.close()
         self._tables = tables

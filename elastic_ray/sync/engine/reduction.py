@@ -290,8 +290,8 @@ class Reduction:
     def finish(self, *, checks: bool) -> None:
         """Wait for the collectives, and run further rounds until every bucket holds its sum.
 
-        The number of rounds is equal on all ranks. While later buckets are in flight, finite sums of finished buckets
-        are already written to ``.grad``.
+        The number of rounds is the same on all ranks. While later buckets are in flight, finite sums of finished
+        buckets are already written to ``.grad``.
 
         Args:
             checks: Whether to check that the summed gradients are finite. Buckets are skipped if each rank has already

@@ -211,7 +211,7 @@ class TileHolder:
         return assemble(tiling, self.params, states, torch.device("cpu"))  # no GPU may have room for it
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """Return the states that this rank writes to a joint checkpoint of all ranks; None if it holds no tiles."""
+        """Return the states that this rank writes to a checkpoint written by all ranks; None if it holds no tiles."""
         return written_states(self.held, self.params, self.owners, rank) if self.held is not None else None
 
     @property

@@ -113,7 +113,7 @@ class TiledOptimizer:
 
     @property
     def unsettled(self) -> bool:
-        """True if the state is not yet divided as the strategy requires for the current group."""
+        """True if the state still has to be divided as the strategy requires for the current group."""
         several = self._run.group.world_size > self._copies
         held, tiling = self._holder.held, self._holder.tiling
         return tiling != self._wanted or (self._wanted is not None and several != (held is not None))

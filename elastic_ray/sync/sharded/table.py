@@ -282,7 +282,7 @@ class ShardedTable:
 
         Raises:
             RanksDisagreeError: another rank does not make this call.
-            CommunicationFailedError: the group broke, outside of steps.
+            CommunicationFailedError: the group broke outside steps.
         """
         ledger, found = self._run.ledger, None
         self._check_place()

@@ -264,7 +264,7 @@ class ShardCollectives:
 
     @property
     def is_first_owner(self) -> bool:
-        """True if this rank is its rows' first owner, i.e. the one that includes them in sums over all ranks."""
+        """True if this rank is its rows' first owner, which includes the rows in sums over all ranks."""
         rank = self._run.group.rank
         return self.layout.owners(self.layout.owned_by(rank).index)[0] == rank
 

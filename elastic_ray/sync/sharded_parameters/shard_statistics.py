@@ -80,7 +80,7 @@ class RowDenominators:
 
         Args:
             add_up: Sums numbers over all ranks.
-            counts: Whether this rank's rows are included in the sums; True on only one of the owners if several.
+            counts: Whether this rank's rows are included in the sums; True on only one owner of each row.
         """
         own, groups, params = self._shards.own, self._shards.groups, self._shards.params
         sizes: dict[int, Tensor] = {}
@@ -256,7 +256,7 @@ class ShardStatistics:
         self._micro, self._passes, self._open = micro, 0, True
 
     def find_denominators(self) -> None:
-        """Compute the denominators at the start of a pass, when they are due; called on every rank."""
+        """Compute the denominators at the start of a pass, if they are due; called on every rank."""
         if self._refreshes:
             first = self._collectives.is_first_owner
             self._denominators.refresh(self._run.states.progress.steps, self._collectives.add_up, counts=first)

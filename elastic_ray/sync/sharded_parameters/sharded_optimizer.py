@@ -388,7 +388,7 @@ class ShardedOptimizer:
 
 
 class OptimizerPart:
-    """One of a sharded model's optimizers (usually the only one), which votes on its updates and performs them."""
+    """One of a sharded model's optimizers (usually the only one), which votes on its updates and makes them."""
 
     idle = False  # its updates are never the user's optimizer's alone
 
@@ -429,7 +429,7 @@ class ShardUpdate:
     Args:
         hidden: ``id`` of each user parameter replaced with shard rows during the optimizer step.
         groups: Index of the optimizer's parameter group, keyed by parameter position.
-        by_hand: Detector of changes to parameters outside of updates.
+        by_hand: Detector of changes to parameters outside updates.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class Content:
             self.nonfinite = (1, 0)
 
     def clamp(self, low: float | None, high: float | None) -> None:
-        """Clamp every element to [low, high]; the norm becomes unknown, and infinities may remain if one is None."""
+        """Clamp every element to [low, high]; the norm becomes unknown, and infinities may remain if either is None."""
         for part in self.parts.values():
             part.clamp_(low, high)
         nans, infinities = self.nonfinite

@@ -136,7 +136,7 @@ class GradientMeter:
         return [float(self._variance is not None), float(self._gradients is not None), *variance, *norms]
 
     def combine_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Combine ``parts``, the results of :meth:`part` from all workers in the unit; drop all if one is missing."""
+        """Combine ``parts``, the results of :meth:`part` from all workers in the unit; drop all if any is missing."""
         groups = self._groups
         if self._variance is not None:
             sums = tuple(math.fsum(part[2 + group] for part in parts) for group in range(groups))
@@ -151,7 +151,7 @@ class GradientMeter:
         return self._gradients is not None
 
     def applied(self, replicas: int) -> None:
-        """Accept the variance of the latest pass over ``replicas`` replicas, as its gradients will be applied next."""
+        """Accept the variance of the latest pass over ``replicas`` replicas, because its gradients are applied next."""
         self._alone = replicas == 1
         variance, self._variance = self._variance, None
         if variance is not None:

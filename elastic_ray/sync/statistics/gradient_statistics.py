@@ -275,7 +275,7 @@ class GradientStatistics:
         self.examples = examples
 
     def collect_examples(self, step: LoaderStep, grad_scale: float) -> bool:
-        """Record the norms measured in the layers during the backward pass; return False if they cover too little.
+        """Record the norms measured in the layers during the backward pass; return False if they cover too few.
 
         Parameters in other layers are assumed to behave like the measured parameters in their group or, without any, in
         the entire model.

@@ -67,7 +67,7 @@ class StrategyTuner:
 
     @property
     def found(self) -> dict[str, FoundStrategy]:
-        """Winners of races, for other jobs of the same model; keyed by model number and placement of ranks on nodes."""
+        """Race winners, for other jobs with the same model; keyed by model number and placement of ranks on nodes."""
         choices = {**self._known, self._form: self.choice}
         return {
             f"{self._number} {form}": FoundStrategy(name=choice.strategy.name, step_s=measured[choice.strategy.name])
@@ -379,7 +379,7 @@ class StrategyInForce:
             self.wanted = None
 
     def capture(self) -> dict[str, Any]:
-        """Return the state for joining ranks and checkpoints: the tuner's state, and any non-initial strategy."""
+        """Return the state for joining ranks and checkpoints: the tuner's state, and the strategy if it has changed."""
         asked = self.asked
         strategy = asked.strategy if asked is not None else self.wanted or self.plan.strategy
         tuner = asked.tuner if asked is not None else self.tuner
