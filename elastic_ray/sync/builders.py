@@ -158,7 +158,7 @@ class RandomAxisPartitionAR(_Dense):
 
     Attributes:
         parts: Number of all-reduces per bucket.
-        seed: Seed for the choice of axes, which makes runs repeatable; AutoDist chooses new axes in each run.
+        seed: Seed for choosing axes, which makes runs repeatable; AutoDist chooses new axes in each run.
     """
 
     parts: int = 4

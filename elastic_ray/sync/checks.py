@@ -16,7 +16,7 @@ class StrategyError(ValueError):
 
 
 def check_one_of(field: str, value: object, known: tuple[str, ...]) -> None:
-    """Raise StrategyError, naming ``field``, if the value is not one of the known values."""
+    """Raise StrategyError, naming ``field``, if the value is not a known value."""
     if value not in known:
         raise StrategyError(f"{field} must be one of {', '.join(known)}, but got {value!r}")
 

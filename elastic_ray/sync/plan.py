@@ -143,7 +143,7 @@ _MOST_OF_MODEL = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlan:
-    """Plan of one bucket: its parameters, their parameter group, and how they are synchronised."""
+    """Plan for one bucket: its parameters, their parameter group, and how they are synchronised."""
 
     params: tuple[int, ...]  # positions in ``ModelProfile.params``, in the bucket's order
     group: int
@@ -207,7 +207,7 @@ def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> Sync
 
 
 def _reduction(sync: Sync, *, divided: bool) -> Sync:
-    """Return the synchronisation of gradients: all-reduce for tiles if every rank needs all gradients."""
+    """Return how gradients are synchronised: all-reduce for tiles if every rank needs all gradients."""
     if isinstance(sync, Owner) and sync.owns_tiles and not (divided and sync.slices_gradients):
         return Reduce(bucket_bytes=sync.bucket_bytes, wire=sync.wire)
     return sync
@@ -221,7 +221,7 @@ def _nodes(sync: Sync, topology: Topology) -> tuple[int, ...]:
 
 
 def _routed(sync: Sync, topology: Topology) -> Sync:
-    """Return `sync` with the native topology in place of ``"two_level"`` if the group does not have two levels."""
+    """Return `sync` with the native topology in place of ``"two_level"`` if the group lacks two levels."""
     if isinstance(sync, Reduce) and sync.topology == "two_level" and topology.why_flat:
         return dataclasses.replace(sync, topology="native")
     return sync
@@ -271,7 +271,7 @@ def _assign(strategy: Strategy, profile: ModelProfile) -> list[Sync]:
 
 
 def _check(param: ParamInfo, sync: Sync, profile: ModelProfile) -> None:
-    """Raise StrategyError if `sync` does not suit the parameter or its optimizer."""
+    """Raise StrategyError if `sync` is not suitable for the parameter or its optimizer."""
     if isinstance(sync, Owner) and sync.owns_tiles and param.dtype.startswith("complex"):
         raise StrategyError(
             f"parameters in tiles must be real, but {param.name} is {param.dtype}: use strategy='all_reduce', or give "
@@ -322,7 +322,7 @@ def _kind(param: ParamInfo, sync: Sync) -> tuple[int, str, str, Sync]:
 
 
 def _cut(mine: Sequence[int], params: Sequence[ParamInfo], sync: Sync, *, first: bool) -> list[list[int]]:
-    """Return parameters of one kind, bucket by bucket; each table is alone in its bucket."""
+    """Return parameters of one kind, bucket by bucket, with each table alone in its bucket."""
     if isinstance(sync, Rows):
         return [[i] for i in mine]
     full = limit = sync.bucket_bytes or _bucket_bytes(sync, sum(params[i].nbytes for i in mine))

@@ -136,8 +136,8 @@ def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:
     """True if the optimizer divides each gradient element by a running estimate of its size.
 
     Such optimizers are recognised by class or, for other libraries' optimizers, by their state (``exp_avg_sq``,
-    ``square_avg``, ``exp_inf``). Adadelta (which sets its own step size) and Adafactor (whose moments are factored)
-    do not count as Adam-like.
+    ``square_avg``, ``exp_inf``). Adadelta (which sets its own step size) and Adafactor (which factors its moments) do
+    not count as Adam-like.
     """
     if isinstance(optimizer, _ADAM_LIKE):
         return True
@@ -227,7 +227,7 @@ class FlatPreconditioner:
         self._elapsed = elapsed
 
     def _cut(self, first: int, last: int) -> Iterator[list[_Piece]]:
-        """Yield the elements from ``first`` to ``last`` of the flat gradient, in chunks of pieces."""
+        """Yield elements ``first`` to ``last`` of the flat gradient, in chunks of pieces."""
         room = min(AT_ONCE[self._device.type != "cpu"], max(sum(self._counts) >> 5, LEAST_AT_ONCE))
         part, size, at = list[_Piece](), 0, 0
         for place, count in enumerate(self._counts):

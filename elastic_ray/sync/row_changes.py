@@ -87,7 +87,7 @@ def change_parameters(change: Callable[..., object], *of: nn.Module | Iterable[T
 
 
 def _checked(change: object, of: Sequence[nn.Module | Iterable[Tensor]]) -> list[list[Tensor]]:
-    """Return the lists of parameters; raise TypeError or ValueError as :func:`change_parameters` does."""
+    """Return the lists of parameters; raise TypeError or ValueError like :func:`change_parameters`."""
     if not callable(change):
         raise TypeError(f"change must be a function of lists of tensors, but got {change!r:.80}")
     groups = [list(each.parameters() if isinstance(each, nn.Module) else each) for each in of]

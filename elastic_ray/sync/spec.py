@@ -1,7 +1,7 @@
 """Synchronisation strategies as immutable data, without ranks or addresses, and their JSON form (pure).
 
-Sources: AutoDist's strategies per variable (NSDI 2021 submission, petuum/autodist), KungFu's synchronous and
-model averaging optimizers (OSDI 2020), DiLoCo (arXiv 2311.08105), PowerSGD (NeurIPS 2019).
+Sources: AutoDist's per-variable strategies (NSDI 2021 submission, petuum/autodist), KungFu's synchronous and model
+averaging optimizers (OSDI 2020), DiLoCo (arXiv 2311.08105), PowerSGD (NeurIPS 2019).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Wire:
 
     @property
     def gives_statistics(self) -> bool:
-        """True if the norm of the mean gradient is accurate to within 1e-3."""
+        """True if the mean gradient's norm is accurate to within 1e-3."""
         return not self.compresses
 
 
@@ -338,7 +338,7 @@ class Strategy:
         return dataclasses.replace(self, rules=tuple(rules), default=_by(self.default, topology), name=name)
 
     def asks_for(self, topology: str) -> bool:
-        """True if the strategy all-reduces at least some gradients with the topology called ``topology``."""
+        """True if the strategy all-reduces any gradients with the topology called ``topology``."""
         return any(isinstance(sync, Reduce) and sync.topology == topology for sync in self.syncs)
 
     @property

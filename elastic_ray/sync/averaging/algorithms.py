@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Averager(Protocol):
-    """Protocol of an algorithm that averages one model. All ranks call it after the same steps.
+    """Protocol for algorithms that average one model; all ranks call them after the same steps.
 
     Parameters and the averager's own state change only after all collectives have finished, so a failed collective
     leaves both unchanged.

@@ -78,7 +78,7 @@ def mean(communicator: Communicator, trees: Mapping[str, Any]) -> dict[str, Any]
 
 
 def layout(trees: Mapping[str, Any]) -> int:
-    """Return a digest of the structure of trees, and of the shapes and types of their tensors."""
+    """Return a digest of the trees' structure and of their tensors' shapes and types."""
     return digest(_text(_parts(trees)[0]))
 
 

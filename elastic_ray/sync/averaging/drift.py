@@ -75,7 +75,7 @@ class Drift:
 
     @property
     def on(self) -> bool:
-        """True while each rank updates its replica with local gradients only."""
+        """True while each rank is updating its replica with local gradients only."""
         average = self.average
         return average is not None and (average.until is None or self._context.states.progress.steps < average.until)
 
@@ -255,7 +255,7 @@ class Drift:
                 self._averager = make_averager(self.average)
 
     def _trees(self, *, params: bool = True) -> dict[str, Any]:
-        """Return the trees that replicas agree on: each parameter (if ``params``) and its optimizer state."""
+        """Return the trees that replicas must agree on: each parameter (if ``params``) and its optimizer state."""
         state = self._optimizer.state
         found: dict[str, Any] = {}
         for index, p in enumerate(self._trainable.params):
@@ -431,7 +431,7 @@ class Replica:
         return _in_order(self._incoming)
 
     def drop_pull(self) -> None:
-        """Ignore the model that is being pulled, because this rank's own model has been replaced since the request."""
+        """Ignore the model being pulled, because this rank's own model has been replaced since the request."""
         self._asked = []
 
     def _outdated(self, params: Sequence[torch.Tensor]) -> bool:

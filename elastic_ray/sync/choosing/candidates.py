@@ -208,7 +208,7 @@ def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:
 
 
 def _rules(params: Sequence[ParamInfo], way: Sync | None) -> list[Rule]:
-    """Return one rule per name of each parameter (a tied parameter has several); none if ``way`` is None."""
+    """Return one rule for each name of each parameter (a tied parameter has several); no rules if ``way`` is None."""
     return [] if way is None else [Rule(pattern=exactly(name), sync=way) for p in params for name in p.names]
 
 

@@ -25,7 +25,7 @@ _ENOUGH_FOR_TWO = 6  # steps of one in a round that can be made in two turns
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """State of a race between strategies: the candidate that runs the next step, or the winner."""
+    """State of a race between strategies: the candidate to run the next step, or the winner."""
 
     turn: int
     over: bool = False
@@ -44,7 +44,8 @@ def standing(history: Sequence[Step], count: int, steps: int) -> Standing:
     """Return the state of a race between `count` candidates after the steps made so far.
 
     Args:
-        history: For each step so far, the index of the candidate that ran it and its duration [s], or None if unknown.
+        history: For each step so far, the index of the candidate that ran it and the step's duration [s] (None if
+            unknown).
         steps: Maximum number of steps in the race.
     """
     times: list[list[float]] = [[] for _ in range(count)]
@@ -134,7 +135,7 @@ class Choice:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Step times of the strategies that the race has measured so far [s], keyed by strategy name."""
+        """Step times of the strategies measured in the race so far [s], keyed by strategy name."""
         found = zip(self.options, self.times, strict=False)
         return {option.name: took_s for option, took_s in found if took_s is not None}
 

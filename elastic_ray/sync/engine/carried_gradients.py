@@ -116,7 +116,7 @@ class CarriedGradients:
         refuse_own(grad for grad in map(plain_or_sliced, grads) if not isinstance(grad, SlicedGradient))
 
     def taken(self) -> None:
-        """Mark the accumulated gradients as applied, because the optimizer is about to step."""
+        """Mark accumulated gradients as applied, because the optimizer is about to step."""
         self._steps, self._asked, self.local = 0, True, False
         self._alike, self._beneath = True, False
         self._last, self._last_version, self._updated, self.watched = None, 0, None, None
@@ -153,7 +153,7 @@ class CarriedGradients:
                 return
 
     def capture(self) -> Any:
-        """Return the state for joiners and checkpoints; only the step count if gradients differ between ranks."""
+        """Return the state for joiners and checkpoints; just the step count if gradients differ between ranks."""
         if self.local:
             return {"lost": self._steps}
         gradients = self._gradients() if self._steps else {}
@@ -376,7 +376,7 @@ class OwedGradients:
             )
 
     def capture(self) -> Any:
-        """Return the state shared by all ranks: low-rank factors and, if computed, the sum of unsent gradients."""
+        """Return the state common to all ranks: low-rank factors and, if computed, the sum of unsent gradients."""
         if not self._members or not self._all:
             return {}
         factors: dict[str, torch.Tensor] = {}

@@ -171,7 +171,7 @@ class GradientEngine(Participant):
         self._in_force.ask_topology(topology)
 
     def explain_strategy(self) -> StrategyTable:
-        """Return a table of how each parameter's gradient is synchronised, and why."""
+        """Return a table that shows how each parameter's gradient is synchronised, and why."""
         return self._in_force.explain()
 
     def require_statistics(self, user: str) -> None:

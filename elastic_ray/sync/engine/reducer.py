@@ -375,7 +375,7 @@ class GradientReducer:
             self._give_up(str(error))
 
     def _fill_tail(self) -> None:
-        """Write the values that travel with the reduction into the last bucket's tail."""
+        """Write the values sent with the reduction into the last bucket's tail."""
         rank = self._group.group.rank
         shared = self._statistics.shared_values() if rank == 0 else self._layout.nothing_to_share
         self._note = self._carried.note
@@ -444,7 +444,7 @@ class GradientReducer:
             give_zeros(self._trainable.params)
 
     def _collect(self, step: LoaderStep | None) -> None:
-        """Wait for the reductions, evaluate the values that travelled with them, and write the mean back."""
+        """Wait for the reductions, evaluate the values sent with them, and write the mean back."""
         if self._ledger.failed:
             return
         layout, first = self._layout, self._group.group.rank == 0
@@ -489,7 +489,7 @@ class GradientReducer:
             raise CommunicationFailedError(cause)  # outside of steps there is none to draw again
 
     def _write_back(self, used: Callable[[], list[bool]]) -> None:
-        """Copy buckets into ``.grad``; ``used`` returns for each parameter whether any rank had a gradient."""
+        """Copy buckets into ``.grad``; ``used`` returns, for each parameter, whether any rank had a gradient."""
         first = 0
         for bucket in self._buckets:
             last = first + len(bucket.params)
@@ -504,7 +504,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _measure_alone(self) -> None:
-        """Check and measure the gradients of a rank that trains alone."""
+        """Check and measure the gradients of a rank that is training alone."""
         step, statistics = self._step, self._statistics
         in_layers = step is not None and self._measures and statistics.in_layers
         if step is not None and in_layers and not statistics.collect_examples(step, self._grad_scale()):

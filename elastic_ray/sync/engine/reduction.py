@@ -200,12 +200,12 @@ class BucketLayout:
         return self._sums, found
 
     def used_anywhere(self) -> list[bool]:
-        """Return for each parameter whether any rank had a gradient; valid after :meth:`read_tail`."""
+        """Return, for each parameter, whether any rank had a gradient; valid after :meth:`read_tail`."""
         sums = self._sums if self._numbers is None else self._numbers.tolist()
         return [count > 0 for count in sums[self.own_sum + 1 :]]
 
     def replace_buffers(self) -> None:
-        """Allocate new buffers, because abandoned reductions may still write to the old ones."""
+        """Allocate new buffers, because abandoned reductions may still be writing to the old ones."""
         for bucket in self.buckets:
             bucket.replace_buffer()
         self._own_tail = self._own_tail.clone()
@@ -272,7 +272,7 @@ class Reduction:
         return PROBE_EVERY if self._compresses and self._group.world_size > 1 else 1
 
     def launch(self, index: int) -> None:
-        """Start the first round of collectives of the filled bucket `index`; the last bucket may include the tail."""
+        """Start the first round of collectives for filled bucket `index`; the last bucket may include the tail."""
         layout, gradients = self._layout, self._group.group.communicator.gradients
         self._began_s[index] = time.perf_counter()
         if index == 0:
@@ -411,7 +411,7 @@ class Reduction:
                 operation.commit()
 
     def void(self) -> None:
-        """Discard the changes that the current step's passes made to the operations' state (such as residuals)."""
+        """Discard the changes made to the operations' state (such as residuals) in the current step's passes."""
         self.asked = False
         self._works = [[] for _ in self._layout.buckets]
         for operation in self._layout.operations:
@@ -511,7 +511,7 @@ class SummingGroup:
 
     @property
     def drifts(self) -> bool:
-        """True while each rank updates its replica with local gradients only."""
+        """True while each rank is updating its replica with local gradients only."""
         return self.model.average is not None and self.model.on
 
     @property

@@ -188,7 +188,7 @@ class TrainedState(OptimizerState):
         return captured
 
     def capture_part(self, rank: int, world_size: int) -> Any:
-        """Return this rank's part of a checkpoint that all ranks write; see ``WrittenInParts``."""
+        """Return this rank's part of a checkpoint written by all ranks; see ``WrittenInParts``."""
         written = self._divided.written(rank)
         captured = self.capture_to_save() if written is None else self.capture()
         states = shared_out(captured["state"], rank, world_size)

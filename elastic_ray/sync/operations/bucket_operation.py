@@ -27,13 +27,13 @@ class MeasuredGradient(Protocol):
 
     @property
     def sliced(self) -> bool:
-        """True if this rank holds only a part of the mean and other ranks hold the rest."""
+        """True if this rank holds only part of the mean and other ranks hold the rest."""
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return the factors that the optimizer multiplies these gradients by; None if they are 1."""
 
     def squared_norm(self, preconditioner: Any) -> torch.Tensor:
-        """Return the squared norm of the gradients after multiplication by the preconditioner, as a scalar tensor."""
+        """Return the gradients' squared norm after multiplication by the preconditioner, as a scalar tensor."""
 
 
 GradientBucket: TypeAlias = "Bucket | SlicedBucket | RowBucket"
@@ -60,7 +60,7 @@ class BucketOperation(Protocol):
         return
 
     def void(self) -> None:
-        """Discard the current step's passes, and restore the operation's state from before the step."""
+        """Discard the current step's passes, and restore the operation's state to what it was before the step."""
         return
 
 

@@ -176,7 +176,7 @@ class Bucket:
         self.body.add_(share)
 
     def add_vector(self, vector: torch.Tensor) -> None:
-        """Add a flat vector, in the layout of the buffer, to the buffer."""
+        """Add a flat vector with the same layout as the buffer to the buffer."""
         self.body.add_(vector)
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> FlatPreconditioner | None:
@@ -184,7 +184,7 @@ class Bucket:
         return preconditioner(optimizer, [getattr(p, "whole", p) for p in self.params])
 
     def squared_norm(self, preconditioner: FlatPreconditioner | None) -> torch.Tensor:
-        """Return the squared norm of the buffer after multiplication by the preconditioner."""
+        """Return the buffer's squared norm after multiplication by the preconditioner."""
         body = self.memory.body
         whole = preconditioner is None and self.dtype is torch.float32
         found = torch.dot(body, body) if whole else squared_norm(body, preconditioner)
@@ -275,7 +275,7 @@ class Bucket:
         check_gradients(self.params, [p.grad for p in self.params], complete=self.complete)
 
     def record_used(self) -> None:
-        """Record which parameters had a gradient, for later micro-steps of the same step."""
+        """Record which parameters had a gradient, for later micro-steps in the same step."""
         before = self.used or [False] * len(self.params)
         self.used = [used or had for used, had in zip(before, self.has_gradient, strict=True)]
 
@@ -343,7 +343,7 @@ class BucketMemory:
 
 
 def _uses(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the reference counts of the tensor and of its storage."""
+    """Return the reference counts of a tensor and its storage."""
     return sys.getrefcount(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 

@@ -52,7 +52,7 @@ class Residual:
             flat.add_(owed.flat, alpha=scale / owed.scale)
 
     def take(self, scale: float) -> torch.Tensor | None:
-        """Return the residual (unsent gradients) x ``scale``, for a pass without gradients; None if there is none."""
+        """Return the residual (unsent gradients) x ``scale``, for a pass without gradients; None if it has none."""
         owed = self._start_pass()
         return None if owed is None or owed.flat is None else owed.flat * (scale / owed.scale)
 
@@ -83,7 +83,7 @@ class Residual:
         self._latest = self._fresh = None
 
     def void(self) -> None:
-        """Discard the step's passes, and restore the residual (unsent gradients) from before the step."""
+        """Discard the step's passes, and restore the residual (unsent gradients) to its state before the step."""
         self._latest = self._fresh = None
 
     def fold(self, total: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ class Residual:
             self.folded = total
 
     def become(self, flat: torch.Tensor | None) -> None:
-        """Set the residual to ``flat``, which includes no loss scale; None removes the residual."""
+        """Set the residual to ``flat``, which does not include a loss scale; None removes the residual."""
         self._latest = self._fresh = self._spare = self.folded = None
         self.owed = None if flat is None else Owed(flat, 1.0)
 
@@ -143,7 +143,7 @@ class OwingOperation(BucketOperation):
         self.residual.commit()
 
     def void(self) -> None:
-        """Discard the step's passes, and restore the residual (unsent gradients) from before the step."""
+        """Discard the step's passes, and restore the residual (unsent gradients) to its state before the step."""
         self.residual.void()
 
     def drop(self) -> None:

@@ -41,7 +41,7 @@ class Round:
 
 
 def cut(span: Span, parts: int) -> list[Span]:
-    """Divide a span into ``parts`` consecutive spans whose lengths differ by at most one element."""
+    """Divide a span into ``parts`` consecutive spans with lengths that differ by at most one element."""
     begin, end = span
     edges = [begin + (end - begin) * i // parts for i in range(parts + 1)]
     return list(itertools.pairwise(edges))

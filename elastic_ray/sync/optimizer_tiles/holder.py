@@ -90,7 +90,7 @@ class Everyone:
 class TileHolder:
     """Holder of this rank's part of the optimizer state: some tiles (parts), the complete state, or nothing.
 
-    Tiles are kept in :attr:`held`, the complete state in the optimizer.
+    Tiles are kept in :attr:`held`, and the complete state is kept in the optimizer.
 
     Methods that communicate raise CommunicationFailedError if the group breaks; the rank then keeps its state.
     """
@@ -308,7 +308,7 @@ class TileHolder:
         return {"tiling": held.tiling.to_json(), "tiles": {str(tile): held.states_of(tile) for tile in held.tiles}}
 
     def hold_kept(self, kept: Mapping[str, Any]) -> None:
-        """Hold the tiles (parts of the state) that :meth:`to_keep` returned in a previous run."""
+        """Hold the tiles (parts of the state) returned from :meth:`to_keep` in a previous run."""
         self.adopt(Tiling.from_json(kept["tiling"]))
         self.drop()
         self.held = HeldTiles(self._tiling, self.params)

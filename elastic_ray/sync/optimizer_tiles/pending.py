@@ -115,7 +115,7 @@ class PendingUpdate:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group (such as betas), to be restored by :func:`as_then`."""
+    """Return each parameter group's options (such as betas), to be restored with :func:`as_then`."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 

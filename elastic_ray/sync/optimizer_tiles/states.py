@@ -183,7 +183,7 @@ def assemble(
     states: Mapping[int, list[State]],
     device: torch.device | None = None,
 ) -> dict[str, State]:
-    """Return the state of each parameter that has one, keyed by name and joined from all tiles."""
+    """Return the state of each parameter with a state, keyed by name and joined from all tiles."""
     parts: dict[str, list[tuple[Span, State]]] = {}
     for tile, spans in enumerate(tiling.tiles):
         for span, state in zip(spans, states[tile], strict=True):
@@ -249,7 +249,7 @@ class StoredStates:
     def copies(self, params: Mapping[str, Parameter]) -> dict[str, State]:
         """Return copies of the parameters' states on the CPU, keyed by parameter name.
 
-        Parameters without a state are omitted.
+        Parameters without state are omitted.
         """
         known = self.states()
         return {

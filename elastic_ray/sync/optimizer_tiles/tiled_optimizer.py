@@ -135,7 +135,7 @@ class TiledOptimizer:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the user's pre-step hooks with the step's ``kwargs``; return ``kwargs`` as changed by the hooks."""
+        """Call the user's pre-step hooks with the step's ``kwargs``; return ``kwargs`` as modified by the hooks."""
         return kwargs if self._holder.held is None or not self._begun else self._hooks.before(kwargs)
 
     def decide(self) -> bool:

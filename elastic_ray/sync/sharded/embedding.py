@@ -206,7 +206,7 @@ class ShardedEmbedding(torch.nn.Module):
         return place if place < len(ids) and int(ids[place]) == self.padding_idx else None
 
     def row_state_dict(self) -> dict[str, Any]:
-        """Return the complete table with its update rule's state and number of updates; called on every rank.
+        """Return the complete table, including its update rule's state and number of updates; called on every rank.
 
         Returns:
             ``weight`` and the rule's state under torch's names (``sum``; ``exp_avg``, ``exp_avg_sq``), each

@@ -143,8 +143,8 @@ class _Matching:
         """Find another owner for a tile; if room is short, reassign other tiles (shortest augmenting path).
 
         Args:
-            may: Predicate of a tile and a rank: whether the rank may own the tile.
-            gives_up: Predicate of a tile that is owned and a rank: whether the rank may stop owning the tile.
+            may: Predicate for a tile and a rank: whether the rank may own the tile.
+            gives_up: Predicate for an owned tile and a rank: whether the rank may stop owning the tile.
             apart: Whether the tile's owners must be on different nodes.
 
         Returns True if an owner was found.

@@ -23,7 +23,7 @@ _UNSERVED = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
-    """Base class of rules that update table rows, at ``lr_factor`` x the learning rate of parameter group ``group``."""
+    """Base class for rules that update table rows, at ``lr_factor`` x parameter group ``group``'s learning rate."""
 
     # the table's learning rate is that of the wrapped optimizer (of its parameter group ``group``, with its schedule
     # and the step's factor) times this; more than 0

@@ -275,7 +275,7 @@ def _counts(communicator: Communicator, to: Tensor) -> _Matrix:
 
 
 def _swap(communicator: Communicator, tensor: Tensor, matrix: _Matrix) -> Tensor:
-    """Exchange rows of a tensor, sorted by destination, with counts given per source and destination."""
+    """Exchange rows of a tensor sorted by destination, given the counts for each source and destination."""
     rank = communicator.rank
     mine, theirs = matrix[rank], [row[rank] for row in matrix]
     output = tensor.new_empty(sum(theirs), *tensor.shape[1:])

@@ -105,7 +105,7 @@ class ShardedTable:
         """Load a complete table and its number of updates; all ranks must load the same values.
 
         Raises:
-            RuntimeError: a loader's step is in progress, which might be lost and drawn again.
+            RuntimeError: a loader's step is in progress, and might be lost and drawn again.
             RanksDisagreeError: another rank does not load a table. CommunicationFailedError: the group broke.
         """
         group = self._run.group
@@ -220,7 +220,7 @@ class ShardedTable:
         self._unused = False
 
     def zero(self) -> None:
-        """Clear the gradients of the table's rows, as ``zero_grad()`` does; do nothing if the step is lost."""
+        """Clear the gradients of the table's rows, like ``zero_grad()``; do nothing if the step is lost."""
         if not self._run.ledger.failed:  # user code runs on in a lost step; what was received may be needed
             self._local.zero()
             self._pending, self._unused = None, False

@@ -117,7 +117,7 @@ def check_torch() -> None:
 
 @functools.cache
 def _missing_fields() -> tuple[str, ...]:
-    """Return the private fields that a small sharded module lacks, with the names of their classes."""
+    """Return the private fields missing from a small sharded module, with the names of their classes."""
     if "_rank" not in inspect.signature(DeviceMesh).parameters:
         return ("DeviceMesh(_rank=)",)
     dispatcher: Any = DTensor._op_dispatcher
@@ -127,7 +127,7 @@ def _missing_fields() -> tuple[str, ...]:
 
 
 def missing_fields(module: nn.Module) -> tuple[str, ...]:
-    """Return the required private fields that a sharded module lacks, as ``Class.field``."""
+    """Return the required private fields missing from a sharded module, as ``Class.field``."""
     found = list(_lacking(module, ("_get_fsdp_state",)))
     if found:
         return tuple(found)
@@ -293,7 +293,7 @@ def hollow_out(module: nn.Module, device: torch.device) -> None:
 
 
 def stands_in(param: Tensor) -> bool:
-    """True if a parameter of a sharded module is a stand-in without memory."""
+    """True if a sharded module's parameter is a stand-in without memory."""
     return bool(getattr(param, "elastic_ray_stands_in", False))
 
 
@@ -343,7 +343,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def is_backward_over(module: nn.Module) -> bool:
-    """True if torch has finished the backward pass, including its last reductions."""
+    """True if torch has finished the backward pass, including the last reductions."""
     return not any(state._state_ctx.post_backward_final_callback_queued for state in states_of(module))
 
 

@@ -72,7 +72,7 @@ def strategy_of(model: nn.Module) -> Strategy:
 
 
 def is_sharded_model(module: nn.Module) -> bool:
-    """True if any module of the model is sharded by ``fully_shard``, torch's or ours."""
+    """True if any module in the model is sharded with ``fully_shard``, from torch or this package."""
     return any(hasattr(type(each), "_get_fsdp_state") for each in module.modules())
 
 

@@ -48,7 +48,7 @@ class ShardedModelState:
         return {**self.capture(), **rows} if rank == 0 else rows
 
     def capture_to_keep(self) -> Any:
-        """Return the state that all ranks hold; this rank's rows are kept with the optimizer state."""
+        """Return the state held by all ranks; this rank's rows are kept with the optimizer state."""
         return self.capture()
 
     @torch.no_grad()

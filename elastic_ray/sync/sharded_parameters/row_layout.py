@@ -113,7 +113,7 @@ class Layout:
 
     @property
     def is_replicated(self) -> bool:
-        """True if each shard has owners in several groups, and therefore no follower."""
+        """True if each shard has owners in several groups and therefore no follower."""
         return len(self.groups) > 1
 
     def group_of(self, rank: int) -> tuple[int, ...]:
@@ -205,7 +205,7 @@ def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout)
 
 
 def check_shard_sizes(sizes: Sequence[int]) -> None:
-    """Raise ValueError if ranks have sharded the model with different values of ``shard_size`` (0: None)."""
+    """Raise ValueError if ranks have sharded the model with different ``shard_size`` values (0 means None)."""
     other = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None)
     if other is not None:
         raise ValueError(

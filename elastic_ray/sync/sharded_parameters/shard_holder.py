@@ -126,7 +126,7 @@ class ShardHolder:
         return bool(self._held.ids)
 
     def drop(self) -> None:
-        """Release all shards, because they are outdated and other ranks hold the valid ones."""
+        """Release all shards, because they are outdated and other ranks hold valid ones."""
         self._held.keep({})
 
     # -- the group -----------------------------------------------------------------------------------------------------

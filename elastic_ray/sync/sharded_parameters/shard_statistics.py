@@ -121,7 +121,7 @@ class MovedRows:
         self._waiting = None
 
     def measure(self, number: int, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
-        """Run an update and return its result; measure the update's norms if its gradient was measured."""
+        """Run an update and return its result; measure the update's norms if the gradient was measured."""
         optimizers, moved = optimizers_of(self._optimizer), self._meter.moved
         rows = self._rows(counts=counts)[group_ranges(optimizers)[number]]
         result, moved[number] = with_update_norms(optimizers[number], rows, update, whole=False)
@@ -209,7 +209,7 @@ class ShardStatistics:
         self._collectives.watch(None)
 
     def close(self) -> None:
-        """Exclude later backward passes of the step (such as a GAN's other loss) from the statistics."""
+        """Exclude later backward passes in the step (such as a GAN's other loss) from the statistics."""
         self._open = False
 
     @property
@@ -382,7 +382,7 @@ class MeanRows(_Rows):
         return bool(self._grad.any())
 
     def squared_norm(self, preconditioner: Tensor | None) -> Tensor:
-        """Return the squared norm of the rows after multiplication by the preconditioner, as a scalar tensor."""
+        """Return the rows' squared norm after multiplication by the preconditioner, as a scalar tensor."""
         return squared_norm(self._grad, preconditioner)
 
 

@@ -296,7 +296,7 @@ class ShardedGradients(Participant):
         return self._waits
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Free gathered parameters after a backward pass that raised; ``give_zeros`` is not used."""
+        """Free gathered parameters after a backward pass that raised an error; ``give_zeros`` is unused."""
         self._task = -1
         to_sharded(self._module)
 

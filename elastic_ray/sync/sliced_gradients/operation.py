@@ -106,7 +106,7 @@ class SlicedBucket(Bucket):
         return found
 
     def know(self, numbers: Tensor) -> None:
-        """Store ``numbers``, the results of :meth:`numbers` summed over all ranks."""
+        """Store ``numbers``, the :meth:`numbers` results summed over all ranks."""
         self._numbers = numbers.tolist()
 
     @property
@@ -156,7 +156,7 @@ class SlicedBucket(Bucket):
 
 @dataclasses.dataclass(slots=True)
 class _Buffers:
-    """Memory for one bucket's pieces, and views of it for each piece."""
+    """Memory for one bucket's pieces, and a view of it for each piece."""
 
     sent: Tensor
     sent_views: list[Tensor]

@@ -63,7 +63,7 @@ def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tup
 
 
 def routes(pieces: Sequence[BucketPiece], rank: int, world_size: int) -> Routes:
-    """Return the pieces of a bucket that `rank` sends and receives; all ranks must pass the same pieces."""
+    """Return the pieces of a bucket sent and received by `rank`; all ranks must pass the same pieces."""
     # Pieces of one pair of owners lie together, so that with two owners the sums are passed on as they lie.
     ordered = sorted(pieces, key=lambda piece: piece.owners)
     kept = [piece for piece in ordered if piece.owners[0] == rank]

@@ -108,7 +108,7 @@ class RowBucket:
         return self._preconditioner
 
     def squared_norm(self, preconditioner: RowPreconditioner | None) -> torch.Tensor:
-        """Return the squared norm of the held rows after multiplication by the preconditioner."""
+        """Return the held rows' squared norm after multiplication by the preconditioner."""
         return self.held.squared_norm(preconditioner)
 
     def total(self) -> torch.Tensor:
@@ -161,7 +161,7 @@ class RowBucket:
         self.held, self._carried, self._flat = no_rows(self.table.param), None, None
 
     def record_used(self) -> None:
-        """Record whether the table had a gradient, for later micro-steps of the same step."""
+        """Record whether the table had a gradient, for later micro-steps in the same step."""
         self.used = [self._has_gradient or any(self.used)]
 
     def take(self, rows: TouchedRows, *, sparse: bool | None) -> None:
