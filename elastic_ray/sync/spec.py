@@ -358,12 +358,12 @@ class Strategy:
 
     @property
     def keeps_residuals(self) -> bool:
-        """True if ranks keep compression errors from one step to the next."""
+        """True if ranks carry compression errors over from one step to the next."""
         return any(_wire(sync).compresses for sync in self.syncs)
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
-        """Synchronisation method of each rule, followed by the default method."""
+        """Synchronisation method for each rule, followed by the default method."""
         return (*(rule.sync for rule in self.rules), self.default)
 
     @property

@@ -70,7 +70,7 @@ class StepHooks:
                 _become(hooks, all_of_them)
 
     def after(self, kwargs: Mapping[str, Any]) -> None:
-        """Call the user's post-step hooks with the keyword arguments of the step."""
+        """Call the user's post-step hooks with the step's keyword arguments."""
         for hook in list(self._optimizer._optimizer_step_post_hooks.values()):
             if not isinstance(hook, InnerHook):
                 hook(self._optimizer, (self._optimizer,), dict(kwargs))

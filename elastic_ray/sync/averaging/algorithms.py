@@ -172,7 +172,7 @@ class DiLoCoAverager:
         return {"anchor": dict(self._anchor), "momentum": dict(self._momentum)}
 
     def restore(self, tree: Any) -> None:
-        """Restore the anchor and the outer momentum that :meth:`capture` returned."""
+        """Restore the anchor and the outer momentum returned from :meth:`capture`."""
         self._anchor, self._momentum = dict(tree["anchor"]), dict(tree["momentum"])
 
 

@@ -96,7 +96,7 @@ class _Layer(abc.ABC):
         """Return the sizes of the input's dimensions that are not features."""
 
     def cut(self, weight: Tensor, columns: slice) -> Tensor:
-        """Return some columns of the weight, or of the optimizer's state for it."""
+        """Return some columns of the weight or of its optimizer state."""
         return weight[:, columns]
 
     def watch(self, output: Any, see: Callable[[Tensor], None]) -> bool:
@@ -578,7 +578,7 @@ def _of_parameter(group: int, whole: float, of_examples: float | None) -> LayerN
 
 
 def _layers_of(module: nn.Module, params: set[int]) -> list[_Layer]:
-    """Return the layers that can be measured; those compiled by torch cannot."""
+    """Return the layers that can be measured; layers compiled by torch cannot."""
     marks = ("_compiled_call_impl", "_orig_mod")
     compiled = [each for each in module.modules() if any(getattr(each, mark, None) is not None for mark in marks)]
     hidden = {id(inner) for each in compiled for inner in each.modules()}

@@ -32,8 +32,7 @@ class GradientStatistics:
         norms_size: Number of local norms sent with reductions.
         due: Whether anything is being measured in this step.
         added_up: Whether the unit's workers have added up their measurements for this step.
-        examples: Meter for the gradients of single samples, on a lone rank with one gradient per step; None if not
-            used.
+        examples: Meter for single samples' gradients, on a lone rank with one gradient per step; None if not used.
     """
 
     def __init__(self, noise: NoiseTracker, meter: GradientMeter) -> None:
@@ -154,7 +153,7 @@ class GradientStatistics:
         self._local = [[] for _ in range(self.norms_size)]
 
     def carry(self) -> None:
-        """Keep the norms of this micro-step, so that later micro-steps add to them."""
+        """Keep this micro-step's norms, so that later micro-steps add to them."""
         self._carried = self.local_norms()
 
     def scale_carried(self, factor: float) -> None:
@@ -226,7 +225,7 @@ class GradientStatistics:
         return found + found
 
     def set_mean(self, sums: Sequence[float], *, first: bool) -> None:
-        """Store the norms of the mean gradient, summed over all ranks; ``first`` is True on rank 0."""
+        """Store the mean gradient's norms, summed over all ranks; ``first`` is True on rank 0."""
         self._first, groups = first, self._groups
         self._mean = list(sums[:groups]) if self.in_units else None
         self._plain_mean = list(sums[-groups:]) if self._variance_due or self.wants_norms else None
@@ -269,7 +268,7 @@ class GradientStatistics:
             self.meter.set_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])
 
     def measure_in(self, examples: ExampleNorms | None) -> None:
-        """Set the meter for gradients of single samples; None stops these measurements."""
+        """Set the meter for single samples' gradients; None stops these measurements."""
         if self.examples is not None:
             self.examples.stop()
         self.examples = examples

@@ -103,7 +103,7 @@ class NoiseTracker:
 
     @property
     def signal(self) -> NoiseSignal:
-        """Strength of the gradient signal relative to its noise; on ranks other than 0, the value is out of date."""
+        """Strength of the gradient signal relative to its noise; the value is out of date on ranks other than 0."""
         return self._smoothed.signal
 
     def measures(self, step: int, gradients: int, *, halved: bool) -> bool:
@@ -128,7 +128,7 @@ class NoiseTracker:
         return self.source is None or self.source.idle or not self.source.outdated
 
     def learn_kind(self) -> None:
-        """Determine whether the optimizer is Adam-like, once its state shows this."""
+        """Determine whether the optimizer is Adam-like once its state shows this."""
         source = self.source
         if self._optimizer.state if source is None or source.idle else source.state:
             self.adam_like = is_adam_like(self._optimizer) if source is None else source.adam_like
@@ -185,7 +185,7 @@ class NoiseTracker:
         return [1.0, float(pending.preconditioned), *values]
 
     def combine_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Sum ``parts``, the results of :meth:`part` on the unit's workers; drop the estimates if a part is missing."""
+        """Sum ``parts``, the results of :meth:`part` on the unit's workers; drop the estimates if any is missing."""
         if self._pending is None or any(part[:2] != parts[0][:2] or not part[0] for part in parts):
             self._pending = None
             return
@@ -209,7 +209,7 @@ class NoiseTracker:
 
     @property
     def again(self) -> bool:
-        """True if this step must be measured again, because the previous one counted some parameters twice."""
+        """True if this step must be measured again, because the previous step counted some parameters twice."""
         return self._left_out_at == self._step - 1
 
     def preconditions(self, buckets: Sequence[MeasuredGradient]) -> bool:
@@ -217,7 +217,7 @@ class NoiseTracker:
         return bool(self.adam_like) and any(self.preconditioner(bucket) is not None for bucket in buckets)
 
     def applied(self) -> None:
-        """Add the latest pass's estimates to the averages, because its gradients were applied."""
+        """Add the latest pass's estimates to the averages, because its gradients have been applied."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

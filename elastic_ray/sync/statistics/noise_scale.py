@@ -204,7 +204,7 @@ class SmoothedNoise:
 
     @property
     def has_signal(self) -> bool:
-        """True if the whole model's signal exceeds its own standard error."""
+        """True if the model's overall signal exceeds its own standard error."""
         return self.updates >= LEAST_UPDATES and self._signal(len(self.sqr)) > self._error(len(self.sqr))
 
     def groups(self, scale: float = 1.0) -> tuple[NoiseScale, ...]:
@@ -213,10 +213,10 @@ class SmoothedNoise:
         return tuple(self._floored(place, each, most) for place, each in enumerate(self.var))
 
     def whole(self, scale: float = 1.0) -> NoiseScale | None:
-        """Return the noise scale of the whole model; None before the first update.
+        """Return the noise scale for the entire model; None before the first update.
 
         A signal below its own standard error is replaced by that error, because nothing smaller can be measured and a
-        signal of 0 would mean infinite noise. In this case the signal is also assumed to be at least var /
+        signal of 0 would mean infinite noise. In this case, the signal is also assumed to be at least var /
         sqrt(scale), so that the gain is at most the square root of the scale. Both values are at least ``TINY``.
 
         Args:
@@ -239,7 +239,7 @@ class SmoothedNoise:
         return sums / self.weight
 
     def _error(self, place: int) -> float:
-        """Return the standard error of :meth:`_signal`; 0 while there are too few estimates."""
+        """Return the standard error of :meth:`_signal`; 0 as long as there are too few estimates."""
         count = self.weight**2 / self.squares if self.squares else 0.0
         if self.updates < LEAST_UPDATES or count <= 1.0:
             return 0.0

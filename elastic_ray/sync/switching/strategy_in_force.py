@@ -57,7 +57,7 @@ class StrategyTuner:
 
     @property
     def strategy(self) -> Strategy:
-        """Strategy that applies from the next step on: the race's current candidate or winner."""
+        """Strategy used from the next step on: the race's current candidate or winner."""
         return self.choice.strategy
 
     @property
@@ -115,7 +115,7 @@ class StrategyTuner:
         self._since_s = time.perf_counter()
 
     def _agree(self, step_s: float) -> Measured:
-        """Return the slowest rank's time, the most rows, and rank 0's known strategy; 0 s means not measured."""
+        """Return the slowest rank's time, the most rows, and rank 0's known strategy; 0 s means it was not measured."""
         touched = self._model.touched
         own = [*self._known_strategy(), round(step_s * 1e9), *touched.values()]
         rows = self._context.group.communicator.gather_ints(own, with_gradients=True)
@@ -129,7 +129,7 @@ class StrategyTuner:
         )
 
     def _known_strategy(self) -> tuple[int, int]:
-        """Return a digest of the strategy that earlier jobs found fastest, and its step time [ns]; 0 if unknown."""
+        """Return a digest of the strategy found fastest in earlier jobs, and its step time [ns]; 0 if unknown."""
         heard = self._context.membership.known_strategies
         if heard is None and time.monotonic() - self._entered_s < _HEARING_S:
             return UNHEARD, 0
@@ -166,7 +166,7 @@ class StrategyTuner:
         self._before = self.choice
 
     def roll_back(self) -> None:
-        """Restore the choice from before the lost step, and discard the step's measurements."""
+        """Restore the choice to its state before the lost step, and discard the step's measurements."""
         self.choice = self._before
         self._since_s, self._step = None, None
 
@@ -193,7 +193,7 @@ _KEPT_TIMES = 31
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Asked:
-    """Requested strategy that takes effect with the next step, and its tuner."""
+    """Requested strategy that takes effect at the next step, and its tuner."""
 
     strategy: Strategy
     tuner: StrategyTuner | None
@@ -330,7 +330,7 @@ class StrategyInForce:
 
         Args:
             entering: Whether the current group has not started its first step yet.
-            switch: Whether another strategy may take effect now; if not, the request stays pending.
+            switch: Whether another strategy may take effect now; otherwise, the request stays pending.
         """
         strategy = self.plan.strategy
         if switch:
@@ -391,7 +391,7 @@ class StrategyInForce:
     def restore(self, tree: Mapping[str, Any]) -> bool:
         """Restore a captured state; return True if buckets need a new layout.
 
-        The state is ignored if its run started with a different strategy.
+        The state is ignored if it is from a run that started with a different strategy.
         """
         if "given" in tree and tree["given"] != self._given.to_json():
             return False

@@ -69,7 +69,7 @@ class RowBucket:
         self.complete = False
 
     def carry(self) -> None:
-        """Start another micro-step, keeping the rows of earlier micro-steps for :meth:`carried_share`."""
+        """Start another micro-step, keeping earlier micro-steps' rows for :meth:`carried_share`."""
         self._carried = self._kept()
 
     @property
@@ -79,7 +79,7 @@ class RowBucket:
 
     @property
     def has_gradient(self) -> Sequence[bool]:
-        """List of one flag: whether the table had a gradient on this rank when the bucket was filled."""
+        """List with one flag: whether the table had a gradient on this rank when the bucket was filled."""
         return [self._has_gradient]
 
     def share(self, factor: float) -> Any:
@@ -177,7 +177,7 @@ class RowBucket:
         return self.held.values
 
     def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
-        """Copy the held rows into ``.grad``, if any rank had a gradient for the table according to ``used``."""
+        """Copy the held rows into ``.grad`` if, according to ``used``, any rank had a gradient for the table."""
         param = self.table.param
         if param.grad is None and not any(used()):
             return

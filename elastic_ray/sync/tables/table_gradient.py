@@ -81,7 +81,7 @@ class TableGradient:
             self._aside, self.param.grad = grad, rows.to_sparse()
 
     def show_table(self) -> None:
-        """Restore the dense ``.grad`` that :meth:`show_rows` replaced."""
+        """Restore the dense ``.grad`` replaced in :meth:`show_rows`."""
         if self._aside is not None:
             self.param.grad, self._aside = self._aside, None
 
@@ -120,12 +120,12 @@ class TableGradient:
             self._know(grad, rows.ids)
 
     def _before(self, grad: torch.Tensor) -> None:
-        """Record the rows of a gradient that autograd will add to ``.grad``."""
+        """Record the rows of a gradient that autograd is about to add to ``.grad``."""
         self._incoming = grad._indices()[0] if grad.is_sparse else None
 
     @torch.no_grad()
     def _after(self, param: torch.Tensor) -> None:
-        """Give ``.grad`` its expected layout, after autograd has added to it."""
+        """Give ``.grad`` its expected layout after autograd has added to it."""
         incoming, self._incoming = self._incoming, None
         grad = param.grad
         if grad is None:

@@ -148,7 +148,7 @@ def rows_of_dense(grad: torch.Tensor) -> TouchedRows:
 
 
 def added_up(parts: Sequence[TouchedRows]) -> TouchedRows:
-    """Return the sum of several gradients, bitwise reproducible if the parts come in the same order."""
+    """Return the sum of several gradients; bitwise reproducible if the parts are in the same order."""
     first = parts[0]
     if any(part.ids is None for part in parts):
         total = next(part for part in parts if part.ids is None)
