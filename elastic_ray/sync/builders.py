@@ -19,7 +19,7 @@ from placement.checks import check_whole
 
 
 class StrategyBuilder(Protocol):
-    """Interface of a strategy builder, which creates a strategy for a model and a group.
+    """Interface for strategy builders, which create a strategy for a model and a group.
 
     A custom builder can be passed wherever a strategy is accepted.
 
@@ -38,7 +38,7 @@ class StrategyBuilder(Protocol):
 
 
 class _Dense:
-    """Base of strategies that synchronise all dense gradients alike."""
+    """Base class of strategies that synchronise all dense gradients in the same way."""
 
     __slots__ = ()
     _NAME: ClassVar[str]
@@ -51,18 +51,18 @@ class _Dense:
         raise NotImplementedError
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy for a model and a group, by the builder's settings."""
+        """Return the strategy for a model and a group, according to the builder's settings."""
         return dense(self._sync, profile, self._NAME)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduce(_Dense):
-    """All-reduce of every gradient in flat buckets, as torch DDP does (AutoDist: AllReduce).
+    """Strategy that all-reduces every gradient in flat buckets, like torch DDP (AutoDist: AllReduce).
 
     Attributes:
-        bucket_bytes: Size at which a new bucket starts [bytes]; None chooses it, see ``Reduce``. AutoDist's
+        bucket_bytes: Size a bucket reaches before a new one starts [bytes]; None chooses it, see ``Reduce``. AutoDist's
             ``chunk_size`` counts variables instead.
-        wire: Format in which gradients are sent.
+        wire: Format used to send gradients.
         topology: Algorithm of the all-reduce: ``"native"``, ``"two_level"``, ``"ring"``, ``"tree"`` or ``"star"``
             (KungFu's strategies).
 
@@ -90,7 +90,7 @@ class PowerSGD(_Dense):
     """Low-rank compression of gradient matrices, with error feedback (Vogels et al., NeurIPS 2019).
 
     Attributes:
-        rank: Rank of the approximation; a higher rank is more accurate but sends more data.
+        rank: Rank of the approximation; a higher rank is more accurate, but more data is sent.
 
     Examples:
         >>> from elastic_ray.sync import PowerSGD
@@ -111,10 +111,10 @@ class PowerSGD(_Dense):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PS(_Dense):
-    """Reduction of all gradients to rank 0, which sends the mean back, as one parameter server does (AutoDist: PS).
+    """Strategy that sums all gradients on rank 0, which acts like a single parameter server (AutoDist: PS).
 
-    Every rank applies the update itself. In AutoDist, the server holds and updates the parameters, possibly
-    asynchronously.
+    Rank 0 sends the mean back, and every rank applies the update itself. In AutoDist, the server holds and updates the
+    parameters, possibly asynchronously.
     """
 
     _NAME: ClassVar[str] = "ps"
@@ -126,7 +126,7 @@ class PS(_Dense):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PSLoadBalancing(_Dense):
-    """Variant of ``PS`` in which each rank owns some of the tensors, balanced by bytes (AutoDist: PSLoadBalancing)."""
+    """Variant of ``PS`` where each rank owns some of the tensors, balanced by bytes (AutoDist: PSLoadBalancing)."""
 
     _NAME: ClassVar[str] = "ps_balanced"
 
@@ -137,7 +137,7 @@ class PSLoadBalancing(_Dense):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionedAR(_Dense):
-    """Several concurrent all-reduces per bucket, for links that one stream cannot fill (AutoDist: PartitionedAR).
+    """Several concurrent all-reduces per bucket, for links that a single stream cannot fill (AutoDist: PartitionedAR).
 
     Attributes:
         parts: Number of all-reduces per bucket. AutoDist uses the smallest divisor of the first dimension instead, so
@@ -158,7 +158,7 @@ class RandomAxisPartitionAR(_Dense):
 
     Attributes:
         parts: Number of all-reduces per bucket.
-        seed: Seed for the choice of axes, which makes runs repeatable; AutoDist chooses new axes in each run.
+        seed: Seed for choosing axes, which makes runs repeatable; AutoDist chooses new axes in each run.
     """
 
     parts: int = 4
@@ -172,12 +172,12 @@ class RandomAxisPartitionAR(_Dense):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parallax:
-    """Strategy that exchanges only used rows of embedding tables and all-reduces the rest (Parallax, EuroSys 2019).
+    """Strategy that exchanges only used embedding-table rows and all-reduces the rest (Parallax, EuroSys 2019).
 
     Attributes:
         update: Layout of a table's ``.grad`` after the exchange: ``"sparse"``, ``"dense"``, or ``"auto"`` for the
             layout that autograd produces.
-        wire: Format in which all other gradients are sent.
+        wire: Format used to send all other gradients.
 
     Examples:
         >>> from elastic_ray.sync import Parallax
@@ -193,7 +193,7 @@ class Parallax:
         Reduce(wire=self.wire)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return a strategy that exchanges only used rows of embedding tables, and all-reduces all other gradients."""
+        """Return a strategy that exchanges only used embedding-table rows, and all-reduces all other gradients."""
         return Strategy(
             rules=tuple(
                 Rule(pattern=exactly(name), sync=Rows(update=self.update))
@@ -207,7 +207,7 @@ class Parallax:
 
 
 class _Averaging:
-    """Base of strategies that average models: fields have the names and limits of those of ``Average``."""
+    """Base class of strategies that average models; its fields have the same names and limits as in ``Average``."""
 
     __slots__ = ()
     algorithm: ClassVar[str]
@@ -231,8 +231,8 @@ class LocalSGD(_Averaging):
 
     Attributes:
         period: Number of steps between averages.
-        give_back: Whether slow ranks give steps to other ranks; see ``Average``.
-        batch_moments: Whether Adam's second moments are corrected to those of the whole batch; see ``Average``.
+        give_back: Whether slow ranks hand some of their steps to other ranks; see ``Average``.
+        batch_moments: Whether Adam's second moments are corrected for the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import LocalSGD
@@ -249,14 +249,14 @@ class LocalSGD(_Averaging):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCo(_Averaging):
-    """Strategy of local steps followed by an outer Nesterov step to the mean (Douillard et al., arXiv 2311.08105).
+    """Strategy that follows local steps with an outer Nesterov step to the mean (Douillard et al., arXiv 2311.08105).
 
     Attributes:
         period: Number of local steps between outer steps.
         outer_lr: Learning rate of the outer step.
         outer_momentum: Momentum of the outer step.
-        give_back: Whether slow ranks give steps to other ranks; see ``Average``.
-        batch_moments: Whether Adam's second moments are corrected to those of the whole batch; see ``Average``.
+        give_back: Whether slow ranks hand some of their steps to other ranks; see ``Average``.
+        batch_moments: Whether Adam's second moments are corrected for the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import DiLoCo
@@ -278,10 +278,10 @@ class SMA(_Averaging):
     """Strategy that pulls every rank towards the mean model (KungFu: SynchronousAveragingOptimizer, after EA-SGD).
 
     Attributes:
-        alpha: Fraction of the distance to the mean that each pull covers.
+        alpha: Fraction of the distance to the mean that each pull moves a rank's model.
         period: Number of steps between pulls.
-        give_back: Whether slow ranks give steps to other ranks; see ``Average``.
-        batch_moments: Whether Adam's second moments are corrected to those of the whole batch; see ``Average``.
+        give_back: Whether slow ranks hand some of their steps to other ranks; see ``Average``.
+        batch_moments: Whether Adam's second moments are corrected for the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import SMA
@@ -299,15 +299,15 @@ class SMA(_Averaging):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PairAveraging(_Averaging):
-    """Strategy that averages each model with a random other rank's newest model (KungFu: PairAveragingOptimizer).
+    """Strategy that averages each model with another, random rank's newest model (KungFu: PairAveragingOptimizer).
 
-    During a step, each rank pulls the newest model of a random other rank; before its next update, it averages its own
+    During a step, each rank pulls another, random rank's newest model; before its next update, it averages its own
     model with the pulled one. No rank waits for a model, so runs are not reproducible.
 
     Attributes:
-        period: Number of steps that each rank makes on its own before all ranks commit them together.
-        give_back: Whether slow ranks give steps to other ranks; see ``Average``.
-        batch_moments: Whether Adam's second moments are corrected to those of the whole batch; see ``Average``.
+        period: Number of steps each rank takes on its own before all ranks commit them together.
+        give_back: Whether slow ranks hand some of their steps to other ranks; see ``Average``.
+        batch_moments: Whether Adam's second moments are corrected for the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import PairAveraging
@@ -328,7 +328,7 @@ class AdaptiveSGD(_Averaging):
 
     Attributes:
         change_step: Number of optimizer steps before the switch.
-        alpha: Fraction of the distance to the mean that each pull covers, as in ``SMA``.
+        alpha: Fraction of the distance to the mean that each pull moves a rank's model, as in ``SMA``.
 
     Examples:
         >>> from elastic_ray.sync import AdaptiveSGD
@@ -347,12 +347,12 @@ class AdaptiveSGD(_Averaging):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """Strategy that is chosen by a race between candidates over real training steps.
+    """Strategy chosen by a race between candidates during real training steps.
 
     Attributes:
-        exact: Whether to consider only strategies that give the same result as plain data-parallel training.
-        steps: Maximum number of steps in the race, which train the model like all other steps. No race takes place if
-            earlier jobs have already found the fastest strategy.
+        exact: Whether to consider only strategies that produce the same result as plain data-parallel training.
+        steps: Maximum number of steps in the race. These steps train the model like any other steps. There is no race
+            if earlier jobs have already found the fastest strategy.
 
     Examples:
         >>> from elastic_ray.sync import Auto
@@ -368,7 +368,7 @@ class Auto:
         check_count("steps", self.steps, least=12, most=1000)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy before the race: exchange of used rows for embedding tables, all-reduce for the rest."""
+        """Return the pre-race strategy: exchange of used rows for embedding tables, all-reduce for the rest."""
         return dataclasses.replace(Parallax().build(profile, topology), name="auto")
 
 
@@ -378,7 +378,7 @@ def exactly(name: str) -> str:
 
 
 def dense(sync: Reduce | Owner, profile: ModelProfile, name: str) -> Strategy:
-    """Return a strategy called `name` that applies `sync` to dense gradients, and exchanges sparse ones as rows."""
+    """Return a strategy called `name` that applies `sync` to dense gradients and exchanges sparse gradients as rows."""
     rules = tuple(
         Rule(pattern=exactly(name), sync=Rows()) for param in profile.params if param.sparse for name in param.names
     )
@@ -387,7 +387,7 @@ def dense(sync: Reduce | Owner, profile: ModelProfile, name: str) -> Strategy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Tiles(_Dense):
-    """Base of the builders that divide optimizer state into tiles."""
+    """Base class of builders that divide optimizer state into tiles."""
 
     copies: int = 2
     _GRADIENTS: ClassVar[str] = "full"
@@ -402,9 +402,9 @@ class _Tiles(_Dense):
 class ZeRO1(_Tiles):
     """Strategy that all-reduces gradients and divides the optimizer state among the ranks (ZeRO-1, SC 2020).
 
-    In the original ZeRO, each rank owns one slice. Here the state is divided into tiles that do not depend on the
-    group size, so that few of them move when the size changes. By default, each tile has a second owner that makes
-    the same updates, so that no state is lost with a worker.
+    In the original ZeRO, each rank owns one slice. Here the state is divided into tiles that do not depend on the group
+    size, so that few tiles move when the size changes. By default, each tile has a second owner that makes the same
+    updates, so that losing a worker loses no state.
 
     Attributes:
         copies: Number of owners per tile.
@@ -420,11 +420,11 @@ class ZeRO1(_Tiles):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ZeRO2(_Tiles):
-    """Variant of ``ZeRO1`` that sends gradients only to the owners of their tile (ZeRO-2, SC 2020).
+    """Variant of ``ZeRO1`` that sends each gradient only to its tile's owners (ZeRO-2, SC 2020).
 
-    Each rank sends each part of its gradient to one owner, which sums the parts and sends the sum to the other
-    owners. As no rank has the whole gradient, ``.grad`` has no readable elements. Its 2-norm is known, so clipping by
-    that norm and AMP's ``GradScaler`` work as usual; operations that need the elements raise an error.
+    Each rank sends each part of its gradient to one owner, which sums the parts and sends the sum to the other owners.
+    Because no rank has the whole gradient, ``.grad`` has no readable elements. Its 2-norm is known, so clipping by that
+    norm and AMP's ``GradScaler`` work as usual; operations that need the elements raise an error.
 
     Attributes:
         copies: Number of owners per tile.
@@ -441,12 +441,12 @@ class ZeRO2(_Tiles):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionedPS(_Tiles):
-    """Strategy that divides tensors into parts that are updated by their owners (AutoDist: PartitionedPS).
+    """Strategy that divides tensors into parts, each updated by its owners (AutoDist: PartitionedPS).
 
-    Each tensor is divided along its first dimension; the number of parts is the smallest divisor of that dimension
-    above 1, but at most 64. Updates are synchronous. In AutoDist, each part is on one server, which receives its
-    gradients. Here each part has ``copies`` owners among the ranks, and gradients are all-reduced, so that user code
-    can clip them.
+    Each tensor is divided along its first dimension; the number of parts is that dimension's smallest divisor above 1,
+    but at most 64. Updates are synchronous. In AutoDist, each part is on a single server, which receives its gradients.
+    Here each part has ``copies`` owners among the ranks, and gradients are all-reduced, so that user code can clip
+    them.
 
     Attributes:
         copies: Number of owners per part.
@@ -458,7 +458,7 @@ class PartitionedPS(_Tiles):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnevenPartitionedPS(_Tiles):
-    """Variant of ``PartitionedPS`` whose number of parts is the smallest that does not divide the first dimension.
+    """Variant of ``PartitionedPS`` with the smallest number of parts that does not divide the first dimension.
 
     The original is AutoDist's UnevenPartitionedPS.
 
@@ -499,12 +499,12 @@ NAMED: Mapping[str, Callable[[], StrategyBuilder]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Given:
-    """Builder that returns a given strategy, or applies one synchronisation to all dense parameters."""
+    """Builder that returns a given strategy, or applies one synchronisation method to all dense parameters."""
 
     given: Strategy | Reduce | Owner
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """Return the strategy, whatever the group."""
+        """Return the strategy, regardless of the group."""
         return self.given if isinstance(self.given, Strategy) else dense(self.given, profile, "")
 
 
@@ -512,12 +512,12 @@ def resolve_strategy(given: object) -> StrategyBuilder:
     """Return the strategy builder for a user's ``strategy=`` argument.
 
     Args:
-        given: A name in :data:`NAMED`, a builder, a ``Strategy``, a ``Reduce`` or ``Owner`` for all parameters, or
-            the path of a JSON file that contains a strategy.
+        given: A name in :data:`NAMED`, a builder, a ``Strategy``, a ``Reduce`` or ``Owner`` for all parameters, or the
+            path to a JSON file that contains a strategy.
 
     Raises:
         StrategyError: the name is unknown, or the file does not exist or does not contain a valid strategy.
-        TypeError: `given` has none of these types.
+        TypeError: `given` is none of these.
     """
     if isinstance(given, (Strategy, Reduce, Owner)):
         return _Given(given)
@@ -538,7 +538,7 @@ def resolve_strategy(given: object) -> StrategyBuilder:
 
 
 def _read(path: Path) -> Strategy:
-    """Return the strategy in a file; errors name the file."""
+    """Return the strategy stored in a file; error messages name the file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:

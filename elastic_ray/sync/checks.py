@@ -12,11 +12,11 @@ _MOST_TEXT = 1 << 20
 
 
 class StrategyError(ValueError):
-    """Error raised if a strategy is invalid, or cannot be used with this model, optimizer or group."""
+    """Error raised if a strategy is invalid or cannot be used with this model, optimizer or group."""
 
 
 def check_one_of(field: str, value: object, known: tuple[str, ...]) -> None:
-    """Raise StrategyError, naming ``field``, if the value is not one of the known values."""
+    """Raise StrategyError, naming ``field``, if the value is not a known value."""
     if value not in known:
         raise StrategyError(f"{field} must be one of {', '.join(known)}, but got {value!r}")
 
@@ -50,7 +50,7 @@ def check_type(field: str, value: object, kind: Any) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """Parse untrusted JSON text; raise StrategyError if it is invalid, too long, too deep, or repeats a field."""
+    """Parse untrusted JSON text; raise StrategyError if it is invalid, too long, too deep or repeats a field."""
     if len(text) > _MOST_TEXT:
         raise StrategyError(f"a strategy's JSON must have at most {_MOST_TEXT} characters, but it has {len(text)}")
 

@@ -1,6 +1,6 @@
-"""Scalars on devices, which are added on the device and read with one synchronisation per device (torch).
+"""Scalars on devices, added on the device and read with a single synchronisation per device (torch).
 
-Reading a number from a GPU waits for all work that is queued on that GPU.
+Reading a number from a GPU waits for all work queued on that GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Number: TypeAlias = float | Tensor
 
 
 def added(numbers: Iterable[Number]) -> Number:
-    """Return the sum of numbers and scalar tensors, on the first GPU found among the tensors' devices (if any)."""
+    """Return the sum of numbers and scalar tensors, computed on the first GPU that holds a tensor (if any)."""
     found: Number = 0.0
     for each in numbers:
         if not isinstance(found, Tensor) and found == 0.0:
@@ -45,7 +45,7 @@ def read(numbers: Sequence[Number]) -> list[float]:
 
 
 def read_with(vector: Tensor, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
-    """Return a vector and further numbers as floats, with a single wait for the vector's device."""
+    """Return a vector and additional numbers as floats, with a single wait for the vector's device."""
     here = [place for place, each in enumerate(numbers) if isinstance(each, Tensor) and each.device == vector.device]
     rest = read([0.0 if place in here else each for place, each in enumerate(numbers)])
     if not here:
@@ -58,7 +58,7 @@ def read_with(vector: Tensor, numbers: Sequence[Number]) -> tuple[list[float], l
 
 
 def with_steps_read(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return optimizer states with their step counts as floats; fused optimizers keep the counts on the GPU."""
+    """Return optimizer states with step counts as floats; fused optimizers keep these counts on the GPU."""
     counted = [place for place, state in enumerate(states) if isinstance(state.get("step"), Tensor)]
     steps = read([states[place]["step"] for place in counted])
     found = list(states)
@@ -68,7 +68,7 @@ def with_steps_read(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
 
 
 def real_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of a tensor as real numbers; complex tensors get a last dimension of 2."""
+    """Return the shape of a tensor as real numbers; complex tensors get an extra last dimension of 2."""
     return (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
 
 
@@ -83,12 +83,12 @@ def local(tensor: Any) -> Any:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a view of a complex tensor as real numbers; any other tensor is returned unchanged."""
+    """Return a view of a complex tensor as real numbers; return any other tensor unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def shaped_like(numbers: Tensor, tensor: Tensor) -> Tensor:
-    """Return a view of a vector of real numbers in the shape of ``tensor``; complex if ``tensor`` is complex."""
+    """Return a view of a real vector with the shape of ``tensor``; complex if ``tensor`` is complex."""
     return (
         torch.view_as_complex(numbers.view(real_shape(tensor))) if tensor.is_complex() else numbers.view(tensor.shape)
     )

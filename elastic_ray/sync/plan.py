@@ -1,4 +1,4 @@
-"""Plan of a strategy for one model and one group: its buckets, and how each bucket is synchronised (pure)."""
+"""Plan of a strategy for a model and a group: its buckets, and how each bucket is synchronised (pure)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class ParamInfo:
         shape: Shape of the tensor.
         dtype: Dtype of the tensor, such as ``"float32"``.
         itemsize: Size of an element [bytes].
-        device: Type of the device, such as ``"cpu"``, without its index, which may differ between ranks.
+        device: Type of the device, such as ``"cpu"``, without the index, which may differ between ranks.
         group: Index of the parameter's group in the optimizer.
         sparse: Whether a layer with ``sparse=True`` computes its gradients.
         table: Whether the parameter is used only by embedding layers, according to the module tree.
-        rows: Median number of distinct rows that a rank uses in a step; None if unknown or if ``table`` is False.
-        divisible: Whether the elements are contiguous in memory, so that a range of them is a tensor.
+        rows: Median number of distinct rows used by a rank in a step; None if unknown or if ``table`` is False.
+        divisible: Whether the elements are contiguous in memory, so that any range of them is a tensor.
     """
 
     names: tuple[str, ...]
@@ -47,7 +47,7 @@ class ParamInfo:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the parameter."""
+        """Number of elements in the parameter."""
         return math.prod(self.shape)
 
     @property
@@ -58,11 +58,11 @@ class ParamInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerInfo:
-    """Properties of an optimizer on which strategies depend.
+    """Properties of an optimizer that strategies depend on.
 
     Attributes:
         name: Name of the optimizer's class.
-        takes_sparse: Whether it accepts sparse gradients and gives the same result as for dense ones.
+        takes_sparse: Whether it accepts sparse gradients, with the same result as for dense ones.
         only_sparse: Whether it accepts only sparse gradients (SparseAdam).
         elementwise: Whether it updates each element independently of the rest of its tensor.
     """
@@ -75,13 +75,13 @@ class OptimizerInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """Properties of a model's parameters and optimizers on which strategies depend.
+    """Properties of a model's parameters and optimizers that strategies depend on.
 
     Attributes:
-        params: Trainable parameters, ordered by parameter group, and within a group as in the model.
+        params: Trainable parameters, ordered by parameter group, and in model order within a group.
         optimizer: Optimizer of the parameters; the first one if the model has several.
         by_group: Optimizer of each parameter group; empty if the model has only one optimizer.
-        frozen: Names of parameters that are currently not trained.
+        frozen: Names of parameters that are not currently being trained.
     """
 
     params: tuple[ParamInfo, ...]
@@ -100,7 +100,7 @@ class Topology:
 
     Attributes:
         nodes: Name of each rank's node.
-        domains: Name of the network domain of each rank's node; empty if any node has no domain label.
+        domains: Network domain of each rank's node; empty if any node has no domain label.
     """
 
     nodes: tuple[str, ...] = ("node-0",)
@@ -113,17 +113,17 @@ class Topology:
 
     @property
     def node_numbers(self) -> tuple[int, ...]:
-        """Node of each rank as a number from 0; nodes in the same domain have consecutive numbers."""
+        """Node number of each rank, starting at 0; nodes in the same domain have consecutive numbers."""
         return _numbers(tuple(zip(self.domains, self.nodes, strict=True)) if self.domains else self.nodes)
 
     @property
     def level_numbers(self) -> tuple[int, ...]:
-        """Number of each rank's network domain, from 0, or of its node if all nodes are in one domain."""
+        """Number of each rank's network domain, starting at 0, or of its node if all nodes are in one domain."""
         return _numbers(self.domains) if len(set(self.domains)) > 1 else self.node_numbers
 
     @property
     def why_flat(self) -> str:
-        """Reason why the ``"two_level"`` all-reduce cannot be used in this group; empty if it can."""
+        """Reason the ``"two_level"`` all-reduce cannot be used in this group; empty if it can."""
         there = len(set(self.level_numbers))
         if there == 1:
             return "all ranks are on one node"
@@ -143,7 +143,7 @@ _MOST_OF_MODEL = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlan:
-    """Plan of one bucket: its parameters, their parameter group, and how they are synchronised."""
+    """Plan for one bucket: its parameters, their parameter group, and how they are synchronised."""
 
     params: tuple[int, ...]  # positions in ``ModelProfile.params``, in the bucket's order
     group: int
@@ -155,7 +155,7 @@ class BucketPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TilePlan:
-    """Plan for the parameters whose optimizer state is divided into tiles, each owned by a few ranks."""
+    """Plan for parameters whose optimizer state is divided into tiles, each owned by a few ranks."""
 
     params: tuple[int, ...]  # positions in ``ModelProfile.params``, in its order
     owner: Owner  # how
@@ -168,7 +168,7 @@ class TilePlan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """Plan of all buckets in the order of their reduction: last parameters first, as in a backward pass."""
+    """Plan of all buckets in reduction order: last parameters first, as in a backward pass."""
 
     buckets: tuple[BucketPlan, ...]  # of at least one parameter each
     strategy: Strategy
@@ -176,7 +176,7 @@ class SyncPlan:
 
     @property
     def digest(self) -> int:
-        """40-bit digest of the plan, which all ranks compare before the first step."""
+        """40-bit digest of the plan, compared between all ranks before the first step."""
         text = repr([(b.params, b.group, b.sync, b.owner, b.nodes) for b in self.buckets]) + self.strategy.to_json()
         text += repr(self.tiles.divided) if self.tiles is not None else ""
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
@@ -186,7 +186,7 @@ def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> Sync
     """Return the plan (buckets, operations and owners) that carries out a strategy for a model in a group.
 
     Raises StrategyError if a rule matches no parameter, tied parameters have different rules, or the optimizer does not
-    accept the gradients that a rule produces.
+    accept the gradients produced by a rule.
     """
     assigned = _assign(strategy, profile)
     for param, sync in zip(profile.params, assigned, strict=True):
@@ -207,28 +207,28 @@ def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> Sync
 
 
 def _reduction(sync: Sync, *, divided: bool) -> Sync:
-    """Return the synchronisation of gradients: all-reduce for tiles if every rank needs all gradients."""
+    """Return how gradients are synchronised: all-reduce for tiles if every rank needs all gradients."""
     if isinstance(sync, Owner) and sync.owns_tiles and not (divided and sync.slices_gradients):
         return Reduce(bucket_bytes=sync.bucket_bytes, wire=sync.wire)
     return sync
 
 
 def _nodes(sync: Sync, topology: Topology) -> tuple[int, ...]:
-    """Return the location of each rank if the topology depends on it; else an empty tuple."""
+    """Return the location of each rank if the topology depends on it, otherwise an empty tuple."""
     if not isinstance(sync, Reduce) or sync.topology == "native":
         return ()
     return topology.level_numbers if sync.topology == "two_level" else topology.node_numbers
 
 
 def _routed(sync: Sync, topology: Topology) -> Sync:
-    """Return `sync` with the native topology in place of ``"two_level"`` if the group does not have two levels."""
+    """Return `sync` with the native topology in place of ``"two_level"`` if the group lacks two levels."""
     if isinstance(sync, Reduce) and sync.topology == "two_level" and topology.why_flat:
         return dataclasses.replace(sync, topology="native")
     return sync
 
 
 def _tiles(syncs: Sequence[Sync], topology: Topology) -> TilePlan | None:
-    """Return parameters in tiles; raise StrategyError if rules cut or copy tiles differently."""
+    """Return the tiled parameters; raise StrategyError if rules cut or copy tiles differently."""
     found = {i: sync for i, sync in enumerate(syncs) if isinstance(sync, Owner) and sync.owns_tiles}
     if not found:
         return None
@@ -243,7 +243,7 @@ def _tiles(syncs: Sequence[Sync], topology: Topology) -> TilePlan | None:
 
 
 def _assign(strategy: Strategy, profile: ModelProfile) -> list[Sync]:
-    """Return each parameter's `sync`, from the first rule that matches one of its names, else the default."""
+    """Return each parameter's `sync`: the first rule matching any of its names, otherwise the default."""
     matched: set[int] = set()
     found: list[Sync] = []
     for param in profile.params:
@@ -271,7 +271,7 @@ def _assign(strategy: Strategy, profile: ModelProfile) -> list[Sync]:
 
 
 def _check(param: ParamInfo, sync: Sync, profile: ModelProfile) -> None:
-    """Raise StrategyError if `sync` does not suit the parameter or its optimizer."""
+    """Raise StrategyError if `sync` is not suitable for the parameter or its optimizer."""
     if isinstance(sync, Owner) and sync.owns_tiles and param.dtype.startswith("complex"):
         raise StrategyError(
             f"parameters in tiles must be real, but {param.name} is {param.dtype}: use strategy='all_reduce', or give "
@@ -300,9 +300,9 @@ def _check(param: ParamInfo, sync: Sync, profile: ModelProfile) -> None:
 
 
 def _cut_all(params: Sequence[ParamInfo], syncs: Sequence[Sync]) -> list[BucketPlan]:
-    """Return buckets in the order of reduction, each with one group, dtype, device and synchronisation.
+    """Return buckets in reduction order, each with a single group, dtype, device and synchronisation method.
 
-    Tables come last, as in backward. If the last dense bucket is small, it comes after them and carries control
+    Tables are last, as in backward. If the last dense bucket is small, it is placed after them and carries control
     values.
     """
     dense: list[BucketPlan] = []
@@ -322,7 +322,7 @@ def _kind(param: ParamInfo, sync: Sync) -> tuple[int, str, str, Sync]:
 
 
 def _cut(mine: Sequence[int], params: Sequence[ParamInfo], sync: Sync, *, first: bool) -> list[list[int]]:
-    """Return parameters of one kind, bucket by bucket; each table is alone in its bucket."""
+    """Return parameters of one kind, bucket by bucket, with each table alone in its bucket."""
     if isinstance(sync, Rows):
         return [[i] for i in mine]
     full = limit = sync.bucket_bytes or _bucket_bytes(sync, sum(params[i].nbytes for i in mine))
@@ -340,7 +340,7 @@ def _cut(mine: Sequence[int], params: Sequence[ParamInfo], sync: Sync, *, first:
 
 
 def _bucket_bytes(sync: Reduce | Owner, total: int) -> int:
-    """Return the size of buckets that the user leaves open, of ``total`` bytes of gradients."""
+    """Return the bucket size if the user has not set it, given ``total`` bytes of gradients."""
     full = _MOST_BUCKET_BYTES if isinstance(sync, Reduce) or sync.owns_tiles else _MOST_BUCKET_BYTES // 4
     return min(full, max(FIRST_BUCKET_BYTES, total // _MOST_OF_MODEL))
 

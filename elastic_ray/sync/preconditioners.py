@@ -1,4 +1,4 @@
-"""Gradient statistics on flat buckets for the synchronisation engine, with a few kernels per bucket.
+"""Gradient statistics on flat buckets for the synchronisation engine, using a few kernels per bucket.
 
 Every result is a tensor on the gradients' device, so the host does not wait for the device until it reads one.
 Non-finite values (an overflow under AMP) pass through and are discarded on reading:
@@ -43,7 +43,8 @@ DENOMINATOR = "denominator"
 def squared_norm(flat: Tensor, precond: Tensor | FlatPreconditioner | None = None) -> Tensor:
     """Return ||P g||^2 of a flat gradient g as a 0-dim tensor, for a diagonal preconditioner P (None: identity).
 
-    Half-precision gradients are summed in float32. If g is still multiplied by a loss scale c, so is the result by c^2.
+    Half-precision gradients are summed in float32. If g is still multiplied by a loss scale c, the result is multiplied
+    by c^2.
     """
     flat = flat.detach()
     if isinstance(precond, FlatPreconditioner):
@@ -55,7 +56,7 @@ def squared_norm(flat: Tensor, precond: Tensor | FlatPreconditioner | None = Non
 
 
 def compact(values: Tensor) -> Tensor:
-    """Return a tensor in the dtype in which it is stored for later steps: bfloat16 instead of float32.
+    """Return a tensor in the dtype used to store it for later steps: bfloat16 instead of float32.
 
     Bfloat16 has the same range. Rounding each value by up to 2^-9 adds 1e-6 of a gradient's squared norm to the
     variance between two gradients.
@@ -68,7 +69,7 @@ _States = Sequence[_State]
 
 
 def _second_moment(states: _States, groups: _States) -> list[Tensor]:
-    """Return sqrt(v / (1 - beta2^t)) + eps of Adam, AdamW, NAdam, RAdam; under AMSGrad v is the running maximum."""
+    """Return sqrt(v / (1 - beta2^t)) + eps for Adam, AdamW, NAdam, RAdam; under AMSGrad v is the running maximum."""
     moments = [state.get("max_exp_avg_sq", state["exp_avg_sq"]) for state in states]
     corrections = [
         1.0 - float(group["betas"][1]) ** _step(state) if group.get("betas") is not None else 1.0
@@ -81,7 +82,7 @@ def _second_moment(states: _States, groups: _States) -> list[Tensor]:
 
 
 def _rms(states: _States, groups: _States) -> list[Tensor]:
-    """Return sqrt(v) + eps of RMSprop, less the squared mean if centred; its v has no bias correction."""
+    """Return sqrt(v) + eps for RMSprop, minus the squared mean if centred; its v has no bias correction."""
     moments = [
         (state["square_avg"] - state["grad_avg"].square()).clamp_(min=0) if "grad_avg" in state else state["square_avg"]
         for state in states
@@ -92,19 +93,19 @@ def _rms(states: _States, groups: _States) -> list[Tensor]:
 
 
 def _infinity_norm(states: _States, groups: _States) -> list[Tensor]:
-    """Return u of Adamax, which already includes eps."""
+    """Return u for Adamax, which already includes eps."""
     return list(torch._foreach_add([state["exp_inf"] for state in states], 0.0))
 
 
 def _sum_of_squares(states: _States, groups: _States) -> list[Tensor]:
-    """Return sqrt(sum) + eps of Adagrad."""
+    """Return sqrt(sum) + eps for Adagrad."""
     found = torch._foreach_sqrt([state["sum"] for state in states])
     torch._foreach_add_(found, [_eps(group) for group in groups])
     return list(found)
 
 
 def _as_it_is(states: _States, groups: _States) -> list[Tensor]:
-    """Return copies of the denominators that other ranks have sent."""
+    """Return copies of the denominators sent by other ranks."""
     return list(torch._foreach_add([state[DENOMINATOR] for state in states], 0.0))
 
 
@@ -135,8 +136,8 @@ def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:
     """True if the optimizer divides each gradient element by a running estimate of its size.
 
     Such optimizers are recognised by class or, for other libraries' optimizers, by their state (``exp_avg_sq``,
-    ``square_avg``, ``exp_inf``). Adadelta (which sets its own step size) and Adafactor (whose moments are factored)
-    do not count as Adam-like.
+    ``square_avg``, ``exp_inf``). Adadelta (which sets its own step size) and Adafactor (which factors its moments) do
+    not count as Adam-like.
     """
     if isinstance(optimizer, _ADAM_LIKE):
         return True
@@ -150,23 +151,23 @@ def _denominator(state: _State) -> _Function | None:
 
 
 def _eps(group: _State) -> float:
-    """Return the group's eps; 1e-8 for other libraries' optimizers, which may have several values or none."""
+    """Return the group's eps; 1e-8 for other libraries' optimizers, which may have several eps values or none."""
     eps = group.get("eps")
     return float(eps) if isinstance(eps, (int, float)) else 1e-8
 
 
 def _step(state: _State) -> float:
-    """Return the number of steps in a state; optimizers that keep no count are assumed to be warm."""
+    """Return a state's number of steps; optimizers that keep no count are assumed to be warm."""
     return float(state.get("step", WARM_STEPS))
 
 
 @torch.no_grad()
 def preconditioner(optimizer: Any, params: Sequence[torch.nn.Parameter]) -> FlatPreconditioner | None:
-    """Return the flat diagonal 1 / (sqrt(v_hat) + eps) by which the optimizer multiplies gradients.
+    """Return the flat diagonal 1 / (sqrt(v_hat) + eps) that the optimizer multiplies gradients by.
 
-    The diagonal is 1 for parameters that have made fewer than ``WARM_STEPS`` steps. An element that never had a
-    gradient would have a factor of up to 1 / eps = 1e8 and, once active, dominate the whole gradient. Denominators
-    are therefore floored at a hundredth of the root mean square of their parameter's denominators.
+    The diagonal is 1 for parameters with fewer than ``WARM_STEPS`` steps. An element that has never had a gradient
+    would have a factor of up to 1 / eps = 1e8 and, once active, dominate the entire gradient. Denominators are
+    therefore floored at a hundredth of the root mean square of their parameter's denominators.
 
     Returns None (the identity) if no parameter has second moments yet or the optimizer keeps none (SGD).
     """
@@ -191,12 +192,12 @@ class _Piece:
 class FlatPreconditioner:
     """Diagonal preconditioner of a flat gradient, computed on demand; see :func:`preconditioner`.
 
-    Only a floor per parameter is stored; denominators are computed in chunks from the optimizer's current state, in
-    the order of ``torch.cat([p.reshape(-1) for p in params])``. The real and imaginary parts of complex numbers are
-    separate elements, as in these optimizers.
+    Only a floor per parameter is stored; denominators are computed in chunks from the optimizer's current state, in the
+    order of ``torch.cat([p.reshape(-1) for p in params])``. The real and imaginary parts of complex numbers are
+    separate elements, just as in these optimizers.
 
     Args:
-        functions: For each parameter, the function that computes its denominators; None if they are 1.
+        functions: Function that computes the denominators, for each parameter; None if they are 1.
     """
 
     def __init__(
@@ -219,14 +220,14 @@ class FlatPreconditioner:
         self._floors = self._find_floors()
 
     def advance_to(self, elapsed: int) -> None:
-        """Assume that all parameters have made ``elapsed`` steps since this object was created.
+        """Assume that ``elapsed`` steps have been made for all parameters since this object was created.
 
-        Reading their step counts instead could block on the GPU.
+        Reading step counts instead could block on the GPU.
         """
         self._elapsed = elapsed
 
     def _cut(self, first: int, last: int) -> Iterator[list[_Piece]]:
-        """Yield the elements from ``first`` to ``last`` of the flat gradient, in chunks of pieces."""
+        """Yield elements ``first`` to ``last`` of the flat gradient, in chunks of pieces."""
         room = min(AT_ONCE[self._device.type != "cpu"], max(sum(self._counts) >> 5, LEAST_AT_ONCE))
         part, size, at = list[_Piece](), 0, 0
         for place, count in enumerate(self._counts):
@@ -244,7 +245,7 @@ class FlatPreconditioner:
             yield part
 
     def _denominators(self, part: Sequence[_Piece]) -> list[Tensor]:
-        """Return the denominators of each piece as a vector, floored per parameter."""
+        """Return each piece's denominators as a vector, with a lower bound for each parameter."""
         found: list[Tensor] = [torch.empty(0)] * len(part)
         by_function: dict[_Function, list[int]] = {}
         for number, piece in enumerate(part):
@@ -265,7 +266,7 @@ class FlatPreconditioner:
         return found
 
     def _state(self, piece: _Piece) -> _State:
-        """Return the optimizer state of a piece."""
+        """Return a piece's optimizer state."""
         found: dict[str, Any] = {"step": self._steps[piece.place] + self._elapsed}
         for key, value in self._optimizer.state[self.params[piece.place]].items():
             if key in _USED and isinstance(value, Tensor):
@@ -273,7 +274,7 @@ class FlatPreconditioner:
         return found
 
     def _find_floors(self) -> list[Tensor]:
-        """Return the floor of each parameter: a hundredth of the root mean square of its denominators."""
+        """Return each parameter's floor: a hundredth of its denominators' root mean square."""
         norms: list[list[Tensor]] = [[] for _ in self.params]
         for part in self._parts:
             for piece, norm in zip(part, torch._foreach_norm(self._denominators(part)), strict=True):
@@ -286,10 +287,10 @@ class FlatPreconditioner:
 
     @torch.no_grad()
     def factors_of(self, parts: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]]) -> list[Tensor | None]:
-        """Return the preconditioner's factors for parts of parameters; None in place of factors that are all 1.
+        """Return the preconditioner's factors for parts of parameters; None for a part with factors that are all 1.
 
         Args:
-            parts: Parameters, each with the function that cuts its part out of a tensor of the parameter's shape.
+            parts: Parameters, each with a function that cuts its part out of a tensor with the parameter's shape.
         """
         found: list[Tensor | None] = [None] * len(parts)
         by_function: dict[_Function, list[int]] = {}
@@ -314,7 +315,7 @@ class FlatPreconditioner:
 
     @torch.no_grad()
     def squared_norms(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return ||P g||^2 of each given gradient; ``params`` may be only some of the preconditioner's parameters."""
+        """Return ||P g||^2 for each gradient; ``params`` may be a subset of the preconditioner's parameters."""
         flat = {self._places[id(p)]: as_real(grad.detach()).reshape(-1) for p, grad in zip(params, grads, strict=True)}
         found: dict[int, list[Tensor]] = {place: [] for place in flat}
         for part in self._parts:
@@ -327,7 +328,7 @@ class FlatPreconditioner:
 
     @torch.no_grad()
     def squared_norm(self, flat: Tensor, start: int = 0) -> Tensor:
-        """Return ||P g||^2 of a section of the flat gradient that starts at element ``start``."""
+        """Return ||P g||^2 for a section of the flat gradient that starts at element ``start``."""
         found = torch.zeros((), dtype=self._dtype, device=flat.device)
         whole = not start and len(flat) == sum(self._counts)
         at = 0
@@ -341,10 +342,11 @@ class FlatPreconditioner:
 
 
 def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | None:
-    """Return the values by which an optimizer divides gradients of a dtype, in float32 or wider.
+    """Return the values that an optimizer divides gradients by, for the given dtype, in float32 or wider.
 
     Args:
-        state: State of the parameter, or of some of its rows; for many parameters, from ``with_steps_read``.
+        state: State of the parameter or of some of its rows; if there are many parameters, get it from
+            ``with_steps_read``.
 
     Returns None if the optimizer does not divide gradients, or has made fewer than ``WARM_STEPS`` steps.
     """
@@ -364,7 +366,7 @@ class BucketPreconditioner:
     """Preconditioner of one bucket, recomputed every ``interval`` steps.
 
     :meth:`at` recomputes it in the first steps and whenever step // interval changes. Ranks with equal step counts
-    therefore recompute it at the same steps.
+    therefore recompute it in the same steps.
     """
 
     def __init__(self, *, interval: int = REFRESHED_EVERY) -> None:
@@ -376,7 +378,7 @@ class BucketPreconditioner:
         self._found: Any = None
 
     def at(self, step: int, find: Callable[[], Any]) -> Any:
-        """Return the preconditioner for this step; None means identity.
+        """Return the preconditioner for this step; None means the identity.
 
         Args:
             find: Computes the preconditioner, like :func:`preconditioner`. The function is not stored, because it

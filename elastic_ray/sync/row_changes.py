@@ -1,7 +1,7 @@
-"""Changes that user code makes to parameters outside of optimizer steps, such as weight averages (torch).
+"""Changes that user code makes to parameters outside optimizer steps, such as weight averages (torch).
 
 In a sharded model, a rank's parameters contain only the rows that the rank owns. The rank also holds copies of rows
-that other ranks own, which are not part of its model. Like an update, a change must reach both.
+owned by other ranks, which are not part of its model. Like an update, a change must be made to both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HOW = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdatedRows:
-    """Rows of a sharded model that the update in progress changes, for :func:`change_parameters`."""
+    """Rows of a sharded model changed by the update in progress, for :func:`change_parameters`."""
 
     places: Mapping[int, int]  # position of each of the model's parameters, by ``id``
     # of each shard that this rank holds the rows by that position; without parameters of which it has none
@@ -49,22 +49,21 @@ _UPDATED: ContextVar[UpdatedRows | None] = ContextVar("elastic_ray_updated_rows"
 
 @torch.no_grad()
 def change_parameters(change: Callable[..., object], *of: nn.Module | Iterable[Tensor]) -> None:
-    """Change parameters element by element outside of optimizer steps, on every worker that holds them.
+    """Change parameters element by element outside optimizer steps, on every worker that holds them.
 
     Use this function in an optimizer hook if the model is sharded (``fully_shard``), because changing
-    ``model.parameters()`` directly reaches only the rows that a worker owns. Parameters that are not sharded are
+    ``model.parameters()`` directly only affects the rows owned by that worker. Parameters that are not sharded are
     passed to ``change`` unchanged.
 
     Args:
-        change: Function that is called once per shard on this worker, with one list of tensors for each argument in
-            ``of``. Tensors at the same position hold the same rows of their parameters. The function must change
-            tensors in place and in the same way on all workers; each element may only depend on elements at the same
-            position.
-        of: Modules or lists of parameters, all with the same number and shapes of parameters.
+        change: Function called once per shard on this worker, with one list of tensors for each argument in ``of``.
+            Tensors at the same position hold the same rows of their parameters. The function must change tensors in
+            place, and in the same way on all workers; each element may depend only on elements at the same position.
+        of: Modules or lists of parameters, all with the same number of parameters and the same shapes.
 
     Raises:
-        TypeError: ``change`` is not a function, or one of ``of`` contains something other than tensors.
-        ValueError: there are no parameters, or parameters at the same position differ in shape.
+        TypeError: ``change`` is not a function, or an argument in ``of`` contains anything other than tensors.
+        ValueError: no parameters were given, or parameters at the same position differ in shape.
         RuntimeError: some parameters are sharded, and no update of their model is in progress.
     """
     groups = _checked(change, of)
@@ -88,7 +87,7 @@ def change_parameters(change: Callable[..., object], *of: nn.Module | Iterable[T
 
 
 def _checked(change: object, of: Sequence[nn.Module | Iterable[Tensor]]) -> list[list[Tensor]]:
-    """Return the lists of parameters; raise TypeError or ValueError as :func:`change_parameters` does."""
+    """Return the lists of parameters; raise TypeError or ValueError like :func:`change_parameters`."""
     if not callable(change):
         raise TypeError(f"change must be a function of lists of tensors, but got {change!r:.80}")
     groups = [list(each.parameters() if isinstance(each, nn.Module) else each) for each in of]
@@ -108,10 +107,10 @@ def _checked(change: object, of: Sequence[nn.Module | Iterable[Tensor]]) -> list
 
 
 class HandChanges:
-    """Detector of owned rows that were changed outside of updates although other ranks hold copies of them.
+    """Detector of owned rows changed outside updates even though other ranks hold copies of them.
 
-    The detector samples a few elements of each parameter, which suffices to detect averaging and manual weight decay.
-    Other changes, such as clipping individual weights, are detected at the end of a pass.
+    The detector samples a few elements of each parameter, which is enough to detect averaging and manual weight decay.
+    Other changes, such as clipping individual weights, are detected when a pass ends.
     """
 
     def __init__(self, model: int) -> None:
@@ -121,7 +120,7 @@ class HandChanges:
         self._found = self._suspected = False
 
     def adapt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Treat the optimizer's steps as updates, and later changes by its post-step hooks as changes by hand."""
+        """Treat the optimizer's steps as updates, and later changes made in its post-step hooks as manual changes."""
         handle = optimizer.register_step_post_hook(lambda *_: self.record())
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
@@ -136,7 +135,7 @@ class HandChanges:
         self._seen, self._found, self._suspected = self._now(), False, False
 
     def suspect(self) -> None:
-        """Request a comparison of rows between their holders before the next update, because rows were replaced."""
+        """Request a comparison of rows between their holders before the next update because rows were replaced."""
         self.record()
         self._suspected = True
 
@@ -147,7 +146,7 @@ class HandChanges:
 
     @contextmanager
     def served(self) -> Iterator[None]:
-        """Accept all changes made within the context, because all holders of copies make them too."""
+        """Accept all changes made within the context, because all holders of copies make the same changes."""
         found = self.found
         yield
         self.record()
@@ -158,14 +157,14 @@ class HandChanges:
 
     @property
     def found(self) -> bool:
-        """True if a watched row was changed since its reference was recorded."""
+        """True if a watched row has changed since its reference was recorded."""
         now, seen = self._now(), self._seen
         return self._found or not bool(((now == seen) | (now.isnan() & seen.isnan())).all())
 
     def end(self) -> None:
-        """Stop watching, because the group changes or rows are replaced.
+        """Stop watching, because the group is about to change or rows are being replaced.
 
-        Raises ReplicasDifferError if a change was found that the holders of copies did not make.
+        Raises ReplicasDifferError if a change was found that was not made by the holders of copies.
         """
         found = self.found
         self.watch(())

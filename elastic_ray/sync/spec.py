@@ -1,7 +1,7 @@
 """Synchronisation strategies as immutable data, without ranks or addresses, and their JSON form (pure).
 
-Sources: AutoDist's strategies per variable (NSDI 2021 submission, petuum/autodist), KungFu's synchronous and
-model averaging optimizers (OSDI 2020), DiLoCo (arXiv 2311.08105), PowerSGD (NeurIPS 2019).
+Sources: AutoDist's per-variable strategies (NSDI 2021 submission, petuum/autodist), KungFu's synchronous and model
+averaging optimizers (OSDI 2020), DiLoCo (arXiv 2311.08105), PowerSGD (NeurIPS 2019).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AVERAGES = ("local_sgd", "diloco", "sma", "pair")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """Format in which gradients are sent.
+    """Format used to send gradients.
 
     Attributes:
         dtype: ``"native"`` sends gradients unchanged, ``"bf16"`` and ``"fp16"`` round them, and ``"int8"`` quantises
@@ -69,7 +69,7 @@ class Wire:
 
     @property
     def compresses(self) -> bool:
-        """True if gradients are sent with less precision than 16-bit rounding: as int8 or as low-rank factors.
+        """True if gradients are sent with less precision than 16-bit rounding, i.e. as int8 or low-rank factors.
 
         Each rank then adds its compression error to its next gradients.
         """
@@ -77,7 +77,7 @@ class Wire:
 
     @property
     def gives_statistics(self) -> bool:
-        """True if the norm of the mean gradient is accurate to within 1e-3."""
+        """True if the mean gradient's norm is accurate to within 1e-3."""
         return not self.compresses
 
 
@@ -89,14 +89,14 @@ class Reduce:
     """All-reduce of gradients in flat buckets.
 
     Attributes:
-        bucket_bytes: Size at which a new bucket starts [bytes]. None chooses it: at most 25 MiB, less for a small
-            model (see "Buckets" in docs/synchronisation.md).
+        bucket_bytes: Size a bucket reaches before a new one starts [bytes]. None chooses it: at most 25 MiB, less for a
+            small model (see "Buckets" in docs/synchronisation.md).
         parts: Number of concurrent collectives per bucket. Use more than 1 if a single stream does not saturate the
             link.
-        axis: Axis along which tensors are divided into parts; -1 picks an axis for each tensor at random, from
-            ``seed`` and the tensor's position.
+        axis: Axis along which tensors are divided into parts; -1 picks a random axis for each tensor, based on ``seed``
+            and the tensor's position.
         seed: Seed for ``axis=-1``.
-        wire: Format in which gradients are sent.
+        wire: Format used to send gradients.
         topology: Algorithm of the all-reduce. ``"native"`` leaves the choice to the backend. ``"two_level"`` sums
             within each node, then between nodes, and then copies the result within each node; it falls back to native
             if no two ranks share a node, or if all do. ``"ring"``, ``"tree"`` and ``"star"`` are also supported. With
@@ -138,22 +138,23 @@ ALL_REDUCE = Reduce()
 class Owner:
     """Synchronisation through owners: one rank per tensor collects the gradient and sends the mean back.
 
-    An owner acts like a parameter server, but every rank keeps the complete optimizer state, so no state is lost with
-    an owner. With ``unit="tile"``, parameters are divided into tiles, and only ``copies`` ranks hold the optimizer
+    An owner acts like a parameter server, but every rank keeps the complete optimizer state, so losing an owner loses
+    no state. With ``unit="tile"``, parameters are divided into tiles, and only ``copies`` ranks hold the optimizer
     state of a tile. These ranks make identical updates and send the new parameters to all ranks (ZeRO-1). In a group
-    of at most ``copies`` ranks, the optimizer state is not divided.
+    with no more than ``copies`` ranks, the optimizer state is not divided.
 
     Attributes:
         unit: ``"tensor"`` or ``"tile"``.
         gradients: For tiles only. ``"full"`` gradients are all-reduced, so that user code can read them; ``"sliced"``
-            gradients are sent only to the owners of their tile (ZeRO-2).
-        copies: Number of owners per tile. They are on different nodes if that does not unbalance the load.
+            gradients are sent only to their tile's owners (ZeRO-2).
+        copies: Number of owners per tile. They are on different nodes if the load can be balanced that way.
         cut: For tiles only. ``"equal"`` divides all tensors together into equal parts; ``"divisor"`` and ``"uneven"``
-            divide each tensor as AutoDist does. Tensors are kept whole if the optimizer is not element-wise.
-        placement: For whole tensors only. ``"balanced"`` balances the owned bytes over the ranks; with ``"first"``,
+            divide each tensor as AutoDist does. Tensors are not cut if the optimizer is not element-wise.
+        placement: For ``unit="tensor"`` only. ``"balanced"`` balances the owned bytes over the ranks; with ``"first"``,
             rank 0 owns all tensors.
-        bucket_bytes: Size at which a new bucket starts [bytes]; each bucket has a single owner. None chooses it.
-        wire: Format in which gradients are sent: native, bf16 or fp16.
+        bucket_bytes: Size a bucket reaches before a new one starts [bytes]; each bucket has a single owner. None
+            chooses it.
+        wire: Format used to send gradients: native, bf16 or fp16.
     """
 
     kind: ClassVar[str] = "owner"
@@ -188,13 +189,13 @@ class Owner:
 
     @property
     def slices_gradients(self) -> bool:
-        """True if gradients are sent only to the owners of their tile."""
+        """True if gradients are sent only to their tile's owners."""
         return self.gradients == "sliced"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Exchange of only the embedding table rows that were used in the step.
+    """Exchange of just the embedding table rows used in the step.
 
     Attributes:
         update: Layout of ``.grad`` afterwards: ``"sparse"``, ``"dense"``, or ``"auto"`` for the layout that autograd
@@ -216,23 +217,24 @@ class Average:
     """Averaging of models: each rank updates its own replica, and replicas are averaged periodically.
 
     Between two averages, the ranks hold different models. All ranks adopt the consensus (the mean of all models) when
-    the group changes, at a checkpoint, at the end of each pass over a loader, and at the end of the run.
+    the group changes, at checkpoints, after each pass over a loader, and when the run ends.
 
     Attributes:
         algorithm: ``"local_sgd"`` sets all ranks to the mean every ``period`` steps. ``"diloco"`` makes an outer
             Nesterov step towards the mean instead. ``"sma"`` (KungFu's synchronous model averaging) moves each rank
-            towards the mean by ``alpha``. ``"pair"`` averages with the newest model of a random other rank before
-            each update, if that model has arrived.
+            towards the mean by ``alpha``. ``"pair"`` averages with another, random rank's newest model before each
+            update, if that model has arrived.
         period: Number of steps between averages. Ranks make these steps independently and commit them together.
         alpha: Fraction of the distance to the mean [0 to 1], for ``"sma"``.
         outer_lr: Outer learning rate, for ``"diloco"``.
         outer_momentum: Outer momentum [0 to 1), for ``"diloco"``.
-        until: Number of optimizer steps after which gradients are all-reduced (KungFu's AdaptiveSGD); None for
+        until: Number of optimizer steps before switching to all-reduced gradients (KungFu's AdaptiveSGD); None for
             never.
-        give_back: Whether a slow rank gives some steps of a period to ranks that would wait for it. The assignment of
-            steps to ranks then depends on their speeds. False, the default, assigns the same steps in each run.
-        batch_moments: Whether the second moments of torch's Adam, AdamW, NAdam and RAdam are corrected to those of the
-            whole batch. Without this, they are those of a rank's share, whose noisier gradient makes steps shorter.
+        give_back: Whether a slow rank hands some of its steps in a period to ranks that would otherwise wait for it.
+            The assignment of steps to ranks then depends on their speeds. False, the default, assigns the same steps in
+            every run.
+        batch_moments: Whether the second moments of torch's Adam, AdamW, NAdam and RAdam are corrected for the whole
+            batch. Otherwise, they come from a rank's share, whose noisier gradient makes steps shorter.
     """
 
     algorithm: str = "local_sgd"
@@ -258,7 +260,7 @@ class Average:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Synchronisation of all parameters whose names match a pattern.
+    """Synchronisation of all parameters with names that match a pattern.
 
     Attributes:
         pattern: Glob, as in ``fnmatch``, for names from ``module.named_parameters()``.
@@ -282,10 +284,10 @@ class Strategy:
 
     Attributes:
         rules: Rules in order of precedence.
-        default: Synchronisation of parameters that match no rule.
-        average: Averaging of models instead of gradients, which excludes ``rules`` and ``default``; None to reduce
-            gradients.
-        name: Name for display.
+        default: Synchronisation of parameters that do not match any rule.
+        average: Averaging of models instead of gradients, mutually exclusive with ``rules`` and ``default``; None to
+            reduce gradients.
+        name: Display name.
 
     Raises:
         StrategyError: a field is out of range.
@@ -321,8 +323,8 @@ class Strategy:
     def with_topology(self, topology: str) -> Strategy:
         """Return a copy of the strategy that uses another topology for all all-reduced gradients.
 
-        Raises StrategyError if the strategy all-reduces no gradients, or sends them in a format that the topology does
-        not support.
+        Raises StrategyError if the strategy does not all-reduce any gradients, or sends them in a format not supported
+        by the topology.
         """
         if self.average is not None or not any(isinstance(sync, Reduce) for sync in self.syncs):
             raise StrategyError(
@@ -336,17 +338,17 @@ class Strategy:
         return dataclasses.replace(self, rules=tuple(rules), default=_by(self.default, topology), name=name)
 
     def asks_for(self, topology: str) -> bool:
-        """True if the strategy all-reduces at least some gradients with the topology called ``topology``."""
+        """True if the strategy all-reduces any gradients with the topology called ``topology``."""
         return any(isinstance(sync, Reduce) and sync.topology == topology for sync in self.syncs)
 
     @property
     def label(self) -> str:
-        """Name of the strategy for display; ``"by hand"`` if the user gave it no name."""
+        """Display name of the strategy; ``"by hand"`` if the user gave it no name."""
         return self.name or "by hand"
 
     @property
     def exact(self) -> bool:
-        """True if each step gives the same result as a step of plain data-parallel training."""
+        """True if each step has the same result as a step in plain data-parallel training."""
         return self.average is None and all(_wire(sync).exact for sync in self.syncs)
 
     @property
@@ -356,17 +358,17 @@ class Strategy:
 
     @property
     def keeps_residuals(self) -> bool:
-        """True if ranks keep compression errors from one step to the next."""
+        """True if ranks carry compression errors over from one step to the next."""
         return any(_wire(sync).compresses for sync in self.syncs)
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
-        """Synchronisation method of each rule, followed by the default method."""
+        """Synchronisation method for each rule, followed by the default method."""
         return (*(rule.sync for rule in self.rules), self.default)
 
     @property
     def invariant(self) -> str:
-        """Sentence that states how the replicas are related after each step."""
+        """Sentence that describes how the replicas are related after each step."""
         if self.average is None:
             kept = "; the sum over ranks of what compression left out is kept" if self.keeps_residuals else ""
             copies = {each.copies for each in self.syncs if isinstance(each, Owner) and each.owns_tiles}
@@ -391,7 +393,7 @@ class Strategy:
 
     @classmethod
     def from_json(cls, text: str) -> Strategy:
-        """Return the strategy described by JSON text from :meth:`to_json`.
+        """Return the strategy described by the JSON text from :meth:`to_json`.
 
         Raises:
             StrategyError: the text is not JSON or has a different version, or a field is unknown or out of range.
@@ -431,7 +433,7 @@ def _by(sync: Sync, topology: str) -> Sync:
 
 
 def _sync(tree: Any) -> Sync:
-    """Return a synchronisation built from its JSON tree."""
+    """Return a synchronisation method built from its JSON tree."""
     if not isinstance(tree, dict) or not isinstance(tree.get("kind"), str) or tree["kind"] not in _KINDS:
         raise StrategyError(f"kind must be one of {', '.join(_KINDS)}, but got {tree!r}")
     fields = {key: value for key, value in tree.items() if key != "kind"}

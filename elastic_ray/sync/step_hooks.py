@@ -1,7 +1,7 @@
-"""User hooks around an optimizer step that is carried out in parts, such as tiles (torch).
+"""User hooks around an optimizer step executed in parts, such as tiles (torch).
 
-A pre-step hook sees the parameters that the optimizer was created with, with all gradients. It is called before
-the ranks vote on the update, even if the update is then skipped because gradients are not finite. If tiles were
+A pre-step hook sees the parameters that the optimizer was created with, including all gradients. It is called before
+the ranks vote on the update, even if the update is later skipped because gradients are not finite. If tiles were
 stepped, a post-step hook sees the parameters as they are on all ranks. For models whose rows are sharded, see
 ``elastic_ray.sync.change_parameters``.
 """
@@ -16,7 +16,7 @@ import torch
 
 
 class InnerHook:
-    """Hook that implements a part of the optimizer step, and was not registered by the user."""
+    """Hook that implements part of the optimizer step and was not registered by the user."""
 
     def __init__(self, call: Callable[[torch.optim.Optimizer, Any, Any], None]) -> None:
         self._call = call
@@ -27,16 +27,15 @@ class InnerHook:
 
 
 class StepHooks:
-    """User hooks of an optimizer, which are called once per step regardless of the number of inner steps."""
+    """User hooks of an optimizer, called once per step regardless of the number of inner steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer: Any = optimizer
 
     def before(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Call the user's pre-step hooks with ``kwargs``; return the step's arguments as the hooks changed them.
+        """Call the user's pre-step hooks with ``kwargs``; return the step's arguments as modified by the hooks.
 
-        Raises RuntimeError if a hook returned something other than None or new arguments, or added positional
-        arguments.
+        Raises RuntimeError if a hook returned anything other than None or new arguments, or added positional arguments.
         """
         args: tuple[Any, ...] = (self._optimizer,)
         given = dict(kwargs)
@@ -71,13 +70,13 @@ class StepHooks:
                 _become(hooks, all_of_them)
 
     def after(self, kwargs: Mapping[str, Any]) -> None:
-        """Call the user's post-step hooks with the keyword arguments of the step."""
+        """Call the user's post-step hooks with the step's keyword arguments."""
         for hook in list(self._optimizer._optimizer_step_post_hooks.values()):
             if not isinstance(hook, InnerHook):
                 hook(self._optimizer, (self._optimizer,), dict(kwargs))
 
 
 def _become(hooks: dict[int, Any], others: Mapping[int, Any]) -> None:
-    """Replace the hooks in place, because the handles that remove hooks refer to the dictionary."""
+    """Replace the hooks in place, because the handles for removing hooks refer to the dictionary."""
     hooks.clear()
     hooks.update(others)

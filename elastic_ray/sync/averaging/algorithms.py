@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Averager(Protocol):
-    """Protocol of an algorithm that averages one model. All ranks call it after the same steps.
+    """Protocol for algorithms that average one model; all ranks call them after the same steps.
 
     Parameters and the averager's own state change only after all collectives have finished, so a failed collective
     leaves both unchanged.
@@ -24,30 +24,30 @@ class Averager(Protocol):
         """Average this rank's model with the other ranks' models at the end of a period.
 
         Args:
-            model: This rank's parameters, with access to those of the other ranks.
-            steps: Number of committed optimizer steps, which is a multiple of the period.
+            model: This rank's parameters, with access to the other ranks' parameters.
+            steps: Number of committed optimizer steps, a multiple of the period.
 
-        Raises CommunicationFailedError if the group breaks; this rank's model and averager are unchanged.
+        Raises CommunicationFailedError if the group breaks, leaving this rank's model and averager unchanged.
         """
 
     def prepare(self, model: Replica) -> None:
-        """Start the collectives that :meth:`run` needs, while the ranks still vote on whether to commit the steps."""
+        """Start the collectives that :meth:`run` needs, while the ranks are still voting on committing the steps."""
 
     def start(self, model: Replica) -> None:
-        """Initialise the algorithm's state, or extend it to added parameters; values must be equal on all ranks."""
+        """Initialise the algorithm's state, or extend it to added parameters; values must be the same on all ranks."""
 
     def capture(self) -> Any:
-        """Return the averager's state, which is equal on all ranks, for joining ranks and checkpoints."""
+        """Return the averager's state for joining ranks and checkpoints; it is the same on all ranks."""
 
     def restore(self, tree: Any) -> None:
-        """Restore a state that was captured by the same algorithm."""
+        """Restore a state captured by the same algorithm."""
 
 
 class Stateless:
-    """Base class of algorithms without state between averages."""
+    """Base class for algorithms that keep no state between averages."""
 
     def prepare(self, model: Replica) -> None:
-        """Start the sum of all ranks' models, from which :meth:`run` computes their mean."""
+        """Start summing all ranks' models, so that :meth:`run` can compute their mean."""
         model.start_mean()
 
     def start(self, model: Replica) -> None:
@@ -62,11 +62,11 @@ class Stateless:
 
 
 class LocalSGDAverager(Stateless):
-    """Averager that sets every rank's model w_r to the mean over ranks: w_r <- mean of w.
+    """Averager that sets each rank's model w_r to the mean over all ranks: w_r <- mean of w.
 
-    Source: Stich, "Local SGD converges fast and communicates little" (ICLR 2019). Optimizer moments stay local to
-    each rank, as in torch's ``PostLocalSGDOptimizer``: they derive from local gradients, and averaging them would
-    double or triple the traffic.
+    Source: Stich, "Local SGD converges fast and communicates little" (ICLR 2019). Optimizer moments stay local to each
+    rank, as in torch's ``PostLocalSGDOptimizer``: they come from local gradients, and averaging them would double or
+    triple the traffic.
     """
 
     def run(self, model: Replica, steps: int) -> None:
@@ -77,11 +77,11 @@ class LocalSGDAverager(Stateless):
 class SMAAverager(Stateless):
     """Averager that moves models towards the mean: w_r <- (1 - alpha) w_r + alpha x mean over ranks of w.
 
-    Source: KungFu's ``sma_sgd.py`` (OSDI 2020), after EA-SGD. KungFu averages before the gradient update, this class
-    after it.
+    Source: KungFu's ``sma_sgd.py`` (OSDI 2020), after EA-SGD. KungFu averages before the gradient update; this class
+    averages after it.
 
     Args:
-        alpha: Fraction of the distance to the mean that each average covers, up to 1.
+        alpha: Fraction of the distance to the mean that each average moves a model, up to 1.
     """
 
     def __init__(self, alpha: float) -> None:
@@ -93,7 +93,7 @@ class SMAAverager(Stateless):
 
 
 class PairAverager(Stateless):
-    """Averager that moves a model half of the way to a random other rank's model, before each update.
+    """Averager that moves a model halfway to another, random rank's model before each update.
 
     w_r <- w_r + (w_s - v_r) / 2, where w_s is the newest model that the other rank s has published, and v_r is this
     rank's model when s published it: a mean with w_r itself would undo half of the steps made since. Source: KungFu's
@@ -102,7 +102,7 @@ class PairAverager(Stateless):
     """
 
     def prepare(self, model: Replica) -> None:
-        """Do nothing, because there is no mean over all ranks."""
+        """Do nothing, because no mean over all ranks is computed."""
 
     def run(self, model: Replica, steps: int) -> None:
         """Do nothing, because models are averaged by :meth:`mix` before each update."""
@@ -122,11 +122,11 @@ class PairAverager(Stateless):
 
 
 class DiLoCoAverager:
-    """Averager that makes an outer SGD step with Nesterov momentum from the anchor towards the mean model.
+    """Averager that takes an outer SGD step with Nesterov momentum, from the anchor towards the mean model.
 
-    The anchor a (the model after the last outer step) and the outer momentum m are equal on all ranks; w is the mean
-    of the ranks' models: d = a - w;  m <- mu m + d;  a <- a - lr (d + mu m);  w_r <- a. Source: Douillard et al.,
-    arXiv 2311.08105.
+    The anchor a (the model after the last outer step) and the outer momentum m are the same on all ranks; w is the mean
+    of the ranks' models: d = a - w;  m <- mu m + d;  a <- a - lr (d + mu m);  w_r <- a. Source: Douillard et al., arXiv
+    2311.08105.
 
     Args:
         outer_lr: Outer learning rate lr, above 0.
@@ -150,7 +150,7 @@ class DiLoCoAverager:
                 self._momentum[name] = torch.zeros_like(self._anchor[name])
 
     def prepare(self, model: Replica) -> None:
-        """Start the sum of all ranks' models, from which :meth:`run` computes their mean."""
+        """Start summing all ranks' models, so that :meth:`run` can compute their mean."""
         model.start_mean()
 
     @torch.no_grad()
@@ -171,12 +171,12 @@ class DiLoCoAverager:
         return {"anchor": dict(self._anchor), "momentum": dict(self._momentum)}
 
     def restore(self, tree: Any) -> None:
-        """Restore the anchor and the outer momentum that :meth:`capture` returned."""
+        """Restore the anchor and the outer momentum returned from :meth:`capture`."""
         self._anchor, self._momentum = dict(tree["anchor"]), dict(tree["momentum"])
 
 
 def make_averager(average: Average) -> Averager:
-    """Return the averager for the averaging algorithm that a strategy's ``average`` describes."""
+    """Return the averager for the algorithm described by a strategy's ``average``."""
     match average.algorithm:
         case "diloco":
             return DiLoCoAverager(average.outer_lr, average.outer_momentum)

@@ -1,7 +1,7 @@
-"""Second moments of Adam that are those of the whole batch, on ranks that step with their share's gradient (torch).
+"""Correction of Adam's second moments to the whole batch, on ranks that step with their share's gradient (torch).
 
-The gradient of a share has more noise, which enlarges v, so that all ranks' steps, and their mean, would be shorter
-than those of all-reduce.
+A share's gradient has more noise, which enlarges v. Without the correction, the steps of all ranks, and their mean,
+would be shorter than under all-reduce.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _MOST = 1 - 2**-6  # with all of g^2 taken out, rounding could leave a negative 
 
 
 def weight(shares: float, beta1: float, step: float) -> float:
-    """Return the weight w with which (1 - w) g^2 + w m^2 has the expected value of the whole batch's G^2.
+    """Return the weight w such that (1 - w) g^2 + w m^2 has the same expected value as the whole batch's G^2.
 
-    g is the gradient of one rank's share, and G the mean of K such gradients. m is Adam's bias-corrected first moment
-    after t steps, an average of past gradients g: E[g^2] = s + n, E[G^2] = s + n / K, and E[m^2] = s + a n with
+    Here, g is the gradient of one rank's share, and G is the mean of K such gradients. m is Adam's bias-corrected first
+    moment after t steps, an average of past gradients g: E[g^2] = s + n, E[G^2] = s + n / K, and E[m^2] = s + a n with
     a = (1 - beta1) / (1 + beta1) (1 + beta1^t) / (1 - beta1^t), if s, the square of the expected gradient, changes
     slowly. So w = (1 - 1 / K) / (1 - a), at most 63/64.
 
     Args:
         shares: K, the size of the whole batch divided by the size of one rank's share.
-        step: t, from 1.
+        step: t, at least 1.
     """
     power = beta1**step
     a = (1 - beta1) / (1 + beta1) * (1 + power) / (1 - power)
@@ -36,14 +36,14 @@ def weight(shares: float, beta1: float, step: float) -> float:
 
 @torch.no_grad()
 def scale_moments(optimizer: torch.optim.Optimizer, shares: float) -> None:
-    """Correct Adam's second moments after a step on one rank's share, to those of the whole batch's gradient.
+    """Correct Adam's second moments for the whole batch's gradient, after a step on one rank's share.
 
-    In the latest contribution to v, g^2 of the share is replaced by an estimate of the whole batch's G^2. Nothing
+    In the latest contribution to v, the share's g^2 is replaced by an estimate of the whole batch's G^2. Nothing
     changes for optimizers outside the Adam family, for subclasses, for parameter groups that add weight decay to the
-    gradient, and after a fused step under AMP, which may have been skipped.
+    gradient, or after a fused step under AMP, which may have been skipped.
 
     Args:
-        shares: Size of the whole batch / size of the share from which the gradient was computed.
+        shares: Size of the whole batch / size of the share that the gradient was computed from.
     """
     if type(optimizer) not in _KINDS or shares <= 1 or getattr(optimizer, "found_inf", None) is not None:
         return

@@ -1,8 +1,7 @@
 """Mean of the ranks' parameters and optimizer moments, bitwise identical on all ranks (torch).
 
-Replicas that train separately may hold different tensors. For example, a layer that no sample of a rank has used
-has no moments on that rank. Ranks therefore first exchange digests, and exchange full descriptions only if the
-digests differ.
+Replicas that train separately may hold different tensors. For example, a layer has no moments on a rank if none of the
+rank's samples have used it. Ranks therefore exchange digests first, and full descriptions only if the digests differ.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from elastic_ray.state.tree import pack, unpack
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Structure and tensor specifications of the entry under one key, without the tensors' values."""
+    """Structure and tensor specifications of one key's entry, without the tensors' values."""
 
     skeleton: Any  # the tree, with an index for each tensor
     # shape, name of the type, and whether it is on a GPU, of each tensor
@@ -42,19 +41,19 @@ class _Kept:
 def agree(
     communicator: Communicator, trees: Mapping[str, Any], *, holds: bool, counts: bool, changed: bool
 ) -> dict[str, Any] | None:
-    """Return the mean of the contributing ranks' trees; a collective that all ranks call.
+    """Return the mean of the contributing ranks' trees; called on every rank.
 
-    Each floating-point tensor is averaged, in float32 or wider, over the ranks that hold it; other values are copied
+    Each floating-point tensor is averaged in float32 or wider, over the ranks that hold it; other values are copied
     from the first of these ranks. The result is in new memory and bitwise identical on all ranks.
 
     Args:
         trees: This rank's trees of tensors and plain values, keyed by name.
         holds: Whether this rank receives the mean.
         counts: Whether this rank contributes to the mean; at least one rank must.
-        changed: Whether this rank's trees may differ from those of other ranks.
+        changed: Whether this rank's trees may differ from other ranks' trees.
 
-    Returns the mean, keyed by name; None if this rank does not receive it, or if ``changed`` is False on every rank
-    that receives it.
+    Returns the mean, keyed by name; None if this rank does not receive the mean, or if ``changed`` is False on every
+    rank that does.
 
     Raises CommunicationFailedError if the group breaks.
     """
@@ -69,7 +68,7 @@ def agree(
 
 
 def mean(communicator: Communicator, trees: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mean of all ranks' trees as :func:`agree` does; all ranks are known to have the same :func:`layout`.
+    """Return the mean of all ranks' trees, like :func:`agree`; all ranks must have the same :func:`layout`.
 
     Raises CommunicationFailedError if the group breaks.
     """
@@ -79,7 +78,7 @@ def mean(communicator: Communicator, trees: Mapping[str, Any]) -> dict[str, Any]
 
 
 def layout(trees: Mapping[str, Any]) -> int:
-    """Return a digest of the structure of trees, and of the shapes and types of their tensors."""
+    """Return a digest of the trees' structure and of their tensors' shapes and types."""
     return digest(_text(_parts(trees)[0]))
 
 
@@ -100,7 +99,7 @@ def _text(parts: _Parts) -> bytes:
 def _kept(
     communicator: Communicator, mine: _Parts, text: bytes, counting: Sequence[int], digests: Sequence[int]
 ) -> dict[str, _Kept]:
-    """Agree on the structure of every key's entry and on the ranks that hold it; equal on all ranks."""
+    """Agree on the structure of each key's entry and on the ranks that hold it; the same on all ranks."""
     if len({digests[rank] for rank in counting}) == 1:
         if len(set(digests)) > 1:  # a rank that does not count, as one that has just come, may hold other things
             mine = _read(communicator.broadcast_bytes(text, counting[0], with_gradients=True))
@@ -123,7 +122,7 @@ def _read(text: bytes) -> dict[str, _Part]:
 def _sums(
     communicator: Communicator, kept: Mapping[str, _Kept], tensors: Mapping[str, Sequence[torch.Tensor]]
 ) -> dict[str, Any]:
-    """Sum all tensors, in one flat buffer per dtype and device, and return the means."""
+    """Sum all tensors, using one flat buffer per dtype and device, and return the means."""
     rank = communicator.rank
     slots = [(key, index, spec) for key, each in kept.items() for index, spec in enumerate(each.part.specs)]
     kinds: dict[tuple[torch.dtype, bool], list[tuple[str, int, Any]]] = {}

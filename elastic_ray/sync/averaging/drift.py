@@ -1,4 +1,4 @@
-"""Schedule of averages for one model whose replicas diverge, and their consensus when required (torch)."""
+"""Schedule for averaging a model whose replicas diverge, and their consensus when required (torch)."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Drift:
     """Scheduler of one model's averages, which also makes the ranks' replicas identical when required.
 
     Models are averaged between two steps, after all ranks have committed the same step. The *consensus* is the mean
-    over ranks of the parameters and of the optimizer's floating-point state; averaging only parameters would leave
+    over ranks of the parameters and of the optimizer's floating-point state; averaging only the parameters would leave
     each rank with its own moments. AMP's scalers continue with the smallest loss scale of any rank, because gradients
-    that are summed must have the same scale.
+    must have the same scale to be summed.
 
     Args:
         optimizer: Optimizer of the model's parameters.
@@ -65,7 +65,7 @@ class Drift:
         self._marker = 0
 
     def adapt(self, average: Average | None) -> None:
-        """Adopt the current strategy's averaging (None: no averaging) and the current set of trained parameters."""
+        """Adopt the current strategy's averaging (None for no averaging) and the current set of trained parameters."""
         self._begun = False
         drifting = self._context.registry.drifting
         (drifting.discard if average is None else drifting.add)(self._number)
@@ -76,13 +76,13 @@ class Drift:
 
     @property
     def on(self) -> bool:
-        """True while each rank updates its replica with local gradients only."""
+        """True while each rank is updating its replica with local gradients only."""
         average = self.average
         return average is not None and (average.until is None or self._context.states.progress.steps < average.until)
 
     @property
     def steps_to_average(self) -> int:
-        """Number of steps until the next average of the model; 1 if gradients are reduced in every step."""
+        """Number of steps until the next average of the model; 1 if gradients are reduced at every step."""
         average, steps = self.average, self._context.states.progress.steps
         if average is None or not self.on:
             return 1
@@ -91,21 +91,21 @@ class Drift:
 
     @property
     def settled(self) -> bool:
-        """True if all ranks' replicas are identical after the steps committed so far."""
+        """True if the replicas on all ranks are identical after the steps committed so far."""
         alone = self._context.group.world_size == 1
         return alone or self.average is None or not self.on or self._settled_at == self._context.states.progress.steps
 
     @property
     def marker(self) -> int:
-        """Number that identifies the last average that this rank completed: larger for later ones, 0 before the first.
+        """Number that identifies the last average this rank completed; it increases over time, and is 0 at first.
 
-        If the group broke during an average, perhaps only some ranks have completed it. Only these ranks contribute to
-        the next mean, because their models already include the contributions of all other ranks.
+        If the group breaks during an average, possibly only some of its ranks complete it. Only these ranks contribute
+        to the next mean, because their models already include all other ranks' contributions.
         """
         return self._marker
 
     def start_step(self) -> None:
-        """Initialise averaging at a loader's first step, before which replicas need not be identical."""
+        """Initialise averaging at a loader's first step; replicas may differ until then."""
         if (
             not self._begun
             and self.average is not None
@@ -117,7 +117,7 @@ class Drift:
             self._averager.start(self._replica)
 
     def record_update(self) -> None:
-        """Record an optimizer step; warn once if it is outside of a loader's loop, where models are not averaged."""
+        """Record an optimizer step; warn once if it is outside a loader's loop, where models are not averaged."""
         if self.average is None or not self.on:
             return
         self._changed, self._equal_at = True, -1
@@ -129,9 +129,9 @@ class Drift:
             self._context.notify("warning", _OUTSIDE)
 
     def prepare(self, *, ends_pass: bool) -> None:
-        """Start a due average while the ranks still vote on its last steps; raises like :meth:`after_step`.
+        """Start an average that is due while ranks are still voting on its last steps; raises like :meth:`after_step`.
 
-        If the pass ends without an average of all models, this starts the mean that :meth:`collapse` adopts.
+        If the pass ends without an average of all models, this starts computing the mean that :meth:`collapse` adopts.
         """
         average, steps = self.average, self._context.states.progress.steps
         if average is None or self._averager is None or (average.until is not None and steps > average.until):
@@ -168,7 +168,7 @@ class Drift:
         return isinstance(self._averager, PairAverager)
 
     def enter_exchange(self, communicator: Communicator) -> None:
-        """Start to exchange models (pair averaging) in a new group; called on every rank.
+        """Start exchanging models (pair averaging) in a new group; called on every rank.
 
         Raises CommunicationFailedError if the group breaks.
         """
@@ -176,7 +176,7 @@ class Drift:
 
     @property
     def layout(self) -> int:
-        """Digest of the tensors that :meth:`collapse` merges, and of whether this rank has changed them."""
+        """Digest of the tensors merged by :meth:`collapse`, and of whether this rank has changed them."""
         return digest((layout(self._trees()), self._changed))
 
     def collapse(self, *, alike: bool = False) -> None:
@@ -185,7 +185,7 @@ class Drift:
         Args:
             alike: Whether all ranks are known to have the same :attr:`layout`.
 
-        Raises CommunicationFailedError if the group breaks; this rank's model is unchanged.
+        Raises CommunicationFailedError if the group breaks, leaving this rank's model unchanged.
         """
         communicator, steps = self._context.group.communicator, self._context.states.progress.steps
         if communicator.world_size > 1:
@@ -205,20 +205,20 @@ class Drift:
         self._changed, self._settled_at = False, steps
 
     def agree_on_scale(self) -> None:
-        """Set all ranks' loss scales to the smallest one; called on every rank after the same committed step."""
+        """Set the loss scale on all ranks to the smallest one; called on every rank after the same committed step."""
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
             set_scale(self.scaler, smallest_scale(communicator, self.scaler, counts=True))
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """Make all ranks with a trained state identical in a new group, before its ranks exchange state.
+        """Make all ranks that have a trained state identical in a new group, before its ranks exchange state.
 
         Args:
             marker: Latest :attr:`marker` of any of these ranks.
             holds: Whether this rank holds a trained state.
-            counts: Whether this rank contributes to the mean, because it completed that latest average.
+            counts: Whether this rank contributes to the mean, because it completed the latest average.
 
-        Raises CommunicationFailedError if the group breaks; this rank's model is unchanged.
+        Raises CommunicationFailedError if the group breaks, leaving this rank's model unchanged.
         """
         trees = self._trees()
         if self._averager is not None:
@@ -240,7 +240,7 @@ class Drift:
         self._changed, self._equal_at, self._settled_at = False, -1, self._context.states.progress.steps
 
     def capture(self) -> dict[str, Any]:
-        """Return the state for joining ranks and checkpoints; empty if models are not averaged and never were."""
+        """Return the state for joining ranks and checkpoints; empty if models have never been averaged."""
         found: dict[str, Any] = {"marker": self._marker} if self._marker else {}
         if self.average is not None and self._averager is not None:
             found |= {"algorithm": self.average.algorithm, "averager": self._averager.capture()}
@@ -256,7 +256,7 @@ class Drift:
                 self._averager = make_averager(self.average)
 
     def _trees(self, *, params: bool = True) -> dict[str, Any]:
-        """Return the trees that replicas agree on: each parameter (if ``params``) and its optimizer state."""
+        """Return the trees that replicas must agree on: each parameter (if ``params``) and its optimizer state."""
         state = self._optimizer.state
         found: dict[str, Any] = {}
         for index, p in enumerate(self._trainable.params):
@@ -285,14 +285,14 @@ def _beside(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> tuple[float, int] | None:
-    """Return the smallest AMP loss scale of the contributing ranks; a collective that all ranks call.
+    """Return the smallest AMP loss scale of the contributing ranks; called on every rank.
 
     Args:
         scaler: This rank's ``GradScaler``, enabled; None on all ranks without AMP.
         counts: Whether this rank contributes its scale.
 
-    Returns the scale and its growth counter: the number of steps since the scale last changed, which is the smallest on
-    any rank with that scale. None without AMP, or if no rank contributes.
+    Returns the scale and its growth counter: the smallest number of steps since the last scale change, over the ranks
+    with that scale. None without AMP, or if no rank contributes.
     """
     if scaler is None:
         return None
@@ -315,7 +315,7 @@ def set_scale(scaler: Any, agreed: tuple[float, int] | None) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Flat:
-    """Flat buffer for the parameters of one dtype and device."""
+    """Flat buffer for the parameters with one dtype and device."""
 
     members: tuple[int, ...]  # their positions
     flat: torch.Tensor
@@ -323,10 +323,10 @@ class _Flat:
 
 
 class Replica:
-    """Access of averagers to this rank's model and to the models of other ranks.
+    """Access for averagers to this rank's model and to other ranks' models.
 
-    Half-precision parameters are summed in float32. If a collective fails, the buffers that it used are abandoned, and
-    new ones are allocated for the next average.
+    Half-precision parameters are summed in float32. If a collective fails, its buffers are abandoned, and new ones are
+    allocated for the next average.
     """
 
     def __init__(self, trainable: Trainable, context: Run) -> None:
@@ -349,7 +349,7 @@ class Replica:
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
-        """Trained parameters of this rank, keyed by name; for divided parameters, this worker's part."""
+        """Parameters trained on this rank, keyed by name; for divided parameters, this worker's part."""
         return self._trainable.named
 
     @property
@@ -357,7 +357,7 @@ class Replica:
         return self._context.group.communicator
 
     def start_mean(self) -> None:
-        """Start the sum of all ranks' current parameters, for which :meth:`mean` waits."""
+        """Start summing all ranks' current parameters; :meth:`mean` waits for the sum."""
         self._fill()
         group = self._communicator
         try:
@@ -372,11 +372,11 @@ class Replica:
         return self._works is not None
 
     def drop(self) -> None:
-        """Abandon buffers that failed or cancelled collectives may still use."""
+        """Abandon buffers that may still be in use by failed or cancelled collectives."""
         self._laid_out, self._works = [], None
 
     def mean(self) -> list[torch.Tensor]:
-        """Return the mean of all ranks' parameters, in float32 or wider, in memory that the next call overwrites."""
+        """Return the mean of parameters over all ranks, in float32 or wider; the next call overwrites its memory."""
         group = self._communicator
         if group.world_size == 1:
             self._fill()
@@ -429,11 +429,11 @@ class Replica:
         return _in_order(self._incoming)
 
     def drop_pull(self) -> None:
-        """Ignore the model that is being pulled, because this rank's own model has been replaced since the request."""
+        """Ignore the model being pulled, because this rank's own model has been replaced since the request."""
         self._asked = []
 
     def _outdated(self, params: Sequence[torch.Tensor]) -> bool:
-        """True if the flat buffers are not those of these parameters, because some were unfrozen."""
+        """True if the flat buffers are for different parameters, because some parameters were unfrozen."""
         known = self._laid_out
         return len(params) != len(known) or any(a is not b for a, b in zip(params, known, strict=True))
 
@@ -449,7 +449,7 @@ class Replica:
 
 
 def _lay_out(params: Sequence[torch.Tensor], device: str | None = None) -> list[_Flat]:
-    """Return one flat buffer per dtype and device of the parameters, on ``device`` if given."""
+    """Return one flat buffer for each dtype and device of the parameters, on ``device`` if given."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, p in enumerate(params):
         kinds.setdefault((torch.promote_types(p.dtype, torch.float32), p.device), []).append(index)
@@ -463,6 +463,6 @@ def _lay_out(params: Sequence[torch.Tensor], device: str | None = None) -> list[
 
 
 def _in_order(flats: Sequence[_Flat]) -> list[torch.Tensor]:
-    """Return the views of all buffers, in the order of the parameters."""
+    """Return the views of all buffers, in parameter order."""
     found = {index: view for each in flats for index, view in zip(each.members, each.views, strict=True)}
     return [found[index] for index in sorted(found)]

@@ -1,7 +1,7 @@
-"""Strategies that may be the fastest for a model, in the order of their trials (pure).
+"""Strategies that may be the fastest for a model, in the order they are tried (pure).
 
-There are a few dozen candidates: every combination of one method per class of parameters. Trials are real
-training steps, so candidates that send the fewest bytes in the fewest collectives come first.
+There are a few dozen candidates: every combination of one method for each class of parameters. Trials are real training
+steps, so candidates that send the fewest bytes in the fewest collectives are tried first.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _UNKNOWN_ROWS = 0.1  # share of a table's rows that a rank is taken to touch in 
 def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[ParamInfo], world_size: int) -> int:
     """Return the bytes, after compression, that each rank sends in one step for the given buckets of the plan.
 
-    For tables that send only their touched rows, the result is an estimate until touched rows have been counted. For
-    averaged models, it is the traffic of one period divided by its number of steps.
+    For tables that send only their touched rows, the result is an estimate until those rows have been counted. For
+    averaged models, it is the traffic in one period divided by the number of steps.
     """
     average = plan.strategy.average
     if world_size == 1:
@@ -35,7 +35,7 @@ def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[P
 
 
 def traffic(plan: SyncPlan, params: Sequence[ParamInfo], world_size: int) -> int:
-    """Return the bytes that a rank's link carries in a step; meant to compare plans, not to predict step times.
+    """Return the bytes carried by a rank's link in one step, for comparing plans rather than predicting step times.
 
     With W ranks, an all-reduce of n bytes counts 2 n. A reduction to one rank also counts 2 n, and the
     broadcast of its result ceil(log2 W) n. An all-gather of n bytes from each rank counts W n.
@@ -44,12 +44,12 @@ def traffic(plan: SyncPlan, params: Sequence[ParamInfo], world_size: int) -> int
 
 
 def collectives(plan: SyncPlan) -> int:
-    """Return the number of collectives that a step under the plan requires."""
+    """Return the number of collectives needed for a step under the plan."""
     return sum(each.sync.parts if isinstance(each.sync, Reduce) else 2 for each in plan.buckets)
 
 
 def _bucket_bytes(bucket: BucketPlan, params: Sequence[ParamInfo], world_size: int) -> tuple[int, int]:
-    """Return the bytes that a rank sends for one bucket, and the bytes that its link carries."""
+    """Return the bytes a rank sends for one bucket, and the bytes its link carries."""
     mine, sync = [params[i] for i in bucket.params], bucket.sync
     nbytes, numel = sum(param.nbytes for param in mine), sum(param.numel for param in mine)
     if isinstance(sync, Rows):
@@ -73,7 +73,7 @@ def _bucket_bytes(bucket: BucketPlan, params: Sequence[ParamInfo], world_size: i
 
 
 def _touched_rows(table: ParamInfo) -> int:
-    """Return the distinct rows of a table that a rank touches in one step, estimated if none was observed."""
+    """Return the number of distinct table rows that a rank touches in one step, estimated if not yet observed."""
     guess = max(1, math.ceil(table.shape[0] * _UNKNOWN_ROWS))
     return min(table.rows if table.rows is not None else guess, table.shape[0])
 
@@ -116,7 +116,7 @@ _LEAST_BYTES = 4 * _MIB
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Strategy that can be used with this model, optimizer and group, and its synchronisation plan."""
+    """Strategy usable with this model, optimizer and group, and its synchronisation plan."""
 
     strategy: Strategy
     plan: SyncPlan
@@ -125,10 +125,10 @@ class Candidate:
 def candidates(
     profile: ModelProfile, topology: Topology, *, exact: bool, works: Callable[[SyncPlan], bool] = lambda plan: True
 ) -> tuple[Candidate, ...]:
-    """Return the distinct strategies that can be raced, in the order of their trials; plain all-reduce is first.
+    """Return the distinct strategies that can be raced, in the order they are tried; plain all-reduce is first.
 
     Args:
-        exact: Whether to return only strategies that give the same result as plain data-parallel training.
+        exact: Whether to return only strategies that produce the same result as plain data-parallel training.
         works: Returns True if a plan can be executed; by default, all plans can.
     """
     found: dict[object, Candidate] = {}
@@ -152,7 +152,7 @@ def what_is_done(plan: SyncPlan) -> object:
 
 
 def with_rows(profile: ModelProfile, rows: Mapping[str, int]) -> ModelProfile:
-    """Return a copy of the profile with the given numbers of touched rows, keyed by table name."""
+    """Return a copy of the profile with the given touched-row counts, keyed by table name."""
     params = (dataclasses.replace(each, rows=rows.get(each.name, each.rows)) for each in profile.params)
     return dataclasses.replace(profile, params=tuple(params))
 
@@ -166,9 +166,9 @@ def consider(
     most: int,
     works: Callable[[SyncPlan], bool] = lambda plan: True,
 ) -> tuple[Strategy, ...]:
-    """Return the strategies to race: first the equivalent of the current strategy, then those with least traffic.
+    """Return the strategies to race: first the equivalent of the current strategy, then those with the least traffic.
 
-    The result includes plain all-reduce, unless its traffic is far too high to win the race.
+    The result includes plain all-reduce unless its traffic is far too high to win the race.
 
     Args:
         most: Maximum number of strategies, at least 2.
@@ -190,7 +190,7 @@ def consider(
 
 
 def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:
-    """Yield every combination of methods, including those that the model cannot use."""
+    """Yield every combination of methods, including combinations that the model cannot use."""
     sparse = [param for param in profile.params if param.sparse]
     tables = [param for param in profile.params if param.table and not param.sparse and len(param.shape) == 2]
     dense = _DENSE if exact else {**_DENSE, **_COMPRESSED}
@@ -208,12 +208,12 @@ def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:
 
 
 def _rules(params: Sequence[ParamInfo], way: Sync | None) -> list[Rule]:
-    """Return one rule per name of each parameter (a tied parameter has several); none if ``way`` is None."""
+    """Return one rule for each name of each parameter (a tied parameter has several); no rules if ``way`` is None."""
     return [] if way is None else [Rule(pattern=exactly(name), sync=way) for p in params for name in p.names]
 
 
 def _name(of_sparse: str, of_tables: str, rest: str, *, both: bool) -> str:
-    """Return a readable name; ``parallax`` if that builder would make the same strategy."""
+    """Return a readable name; ``parallax`` if that builder would produce the same strategy."""
     if (
         {of_sparse, of_tables} <= ({"rows"} if both else {"", "rows"})
         and of_sparse + of_tables

@@ -1,7 +1,7 @@
-"""Choice of a strategy, by a race between candidates or from measurements of earlier jobs (pure).
+"""Choice of a strategy, by a race between candidates or from earlier jobs' measurements (pure).
 
-The choice is a state machine with immutable states. Its inputs are equal on all ranks, so all ranks choose the
-same strategy. It ends after a known number of steps.
+The choice is a state machine with immutable states. Its inputs are the same on all ranks, so all ranks choose the same
+strategy. It finishes after a known number of steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ENOUGH_FOR_TWO = 6  # steps of one in a round that can be made in two turns
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """State of a race between strategies: the candidate that runs the next step, or the winner."""
+    """State of a race between strategies: the candidate to run the next step, or the winner."""
 
     turn: int
     over: bool = False
@@ -33,7 +33,7 @@ class Standing:
 
 
 def most_candidates(steps: int) -> int:
-    """Return how many candidates can race within ``steps`` steps at most; the result is at least 2."""
+    """Return the maximum number of candidates that can race within ``steps`` steps; at least 2."""
     count = 2
     while _in_round(count + 1, steps) >= _FEWEST_IN_ROUND and _in_last(count + 1, steps) >= _FEWEST_IN_LAST:
         count += 1
@@ -44,7 +44,8 @@ def standing(history: Sequence[Step], count: int, steps: int) -> Standing:
     """Return the state of a race between `count` candidates after the steps made so far.
 
     Args:
-        history: For each step so far, the index of the candidate that ran it and its duration [s], or None if unknown.
+        history: For each step so far, the index of the candidate that ran it and the step's duration [s] (None if
+            unknown).
         steps: Maximum number of steps in the race.
     """
     times: list[list[float]] = [[] for _ in range(count)]
@@ -66,7 +67,7 @@ def standing(history: Sequence[Step], count: int, steps: int) -> Standing:
 
 
 def _turns(left: Sequence[int], count: int, steps: int) -> list[int]:
-    """Return the candidate of each step of a round; the one that ran last goes first, if it is still in the race."""
+    """Return the candidate for each step in a round; the last one to run goes first, if it is still in the race."""
     each = _in_round(count, steps)
     if len(left) > 2:  # there and back: the first steps of a training, or of a change, are slower than later ones
         there = each // 2 if each >= _ENOUGH_FOR_TWO else each
@@ -78,12 +79,12 @@ def _turns(left: Sequence[int], count: int, steps: int) -> list[int]:
 
 
 def _in_round(count: int, steps: int) -> int:
-    """Return the number of steps of each candidate in any round except the last."""
+    """Return the number of steps for each candidate in any round except the last."""
     return min(_MOST_IN_ROUND, steps // sum(_sizes(count)))
 
 
 def _in_last(count: int, steps: int) -> int:
-    """Return the number of steps of each of the two finalists."""
+    """Return the number of steps for each of the two finalists."""
     before = _in_round(count, steps) * (sum(_sizes(count)) - 2)
     return min(_MOST_IN_LAST, (steps - before) // 2)
 
@@ -96,7 +97,7 @@ def _sizes(count: int) -> Iterator[int]:
 
 
 def _medians(times: Sequence[Sequence[float]]) -> tuple[float | None, ...]:
-    """Return each candidate's lower median; of two steps, the one that was less disturbed."""
+    """Return each candidate's lower median step time; of two steps, that is the one with less disturbance."""
     return tuple(statistics.median_low(each) if each else None for each in times)
 
 
@@ -108,7 +109,7 @@ _CHECKED_STEPS = 5  # of a known strategy
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measurements of one training step, which are equal on all ranks."""
+    """Measurements of one training step, the same on all ranks."""
 
     step_s: float | None = None  # of the slowest rank; None where it was not measured
     # that were touched of each table, on the rank with most; of tables whose rows travel
@@ -120,7 +121,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """State of the automatic choice of a strategy, for groups with the same distribution of ranks over nodes."""
+    """State of the automatic strategy choice, for groups with the same distribution of ranks over nodes."""
 
     strategy: Strategy  # to be in force
     settled: bool = False  # it is kept
@@ -134,13 +135,13 @@ class Choice:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Step times of the strategies that the race has measured so far [s], keyed by strategy name."""
+        """Step times of the strategies measured in the race so far [s], keyed by strategy name."""
         found = zip(self.options, self.times, strict=False)
         return {option.name: took_s for option, took_s in found if took_s is not None}
 
     @property
     def measures(self) -> bool:
-        """True while the choice needs measurements of the next steps."""
+        """True while the choice needs the next steps to be measured."""
         return not self.settled or self.known_s is not None
 
     def to_state(self) -> dict[str, Any]:
@@ -153,7 +154,7 @@ class Choice:
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> Choice:
-        """Return the choice described by the plain values of :meth:`to_state`."""
+        """Return the choice described by the plain values from :meth:`to_state`."""
         options = tuple(map(Strategy.from_json, tree["options"]))
         return cls(**{**tree, "strategy": Strategy.from_json(tree["strategy"]), "options": options})
 
@@ -163,12 +164,12 @@ Consider = Callable[[Mapping[str, int], Strategy], Sequence[Strategy]]
 
 
 def leave(choice: Choice) -> Strategy:
-    """Return the strategy with which to continue in a new group: the chosen one, not one that is still on trial."""
+    """Return the strategy to continue with in a new group: the chosen strategy, not one that is still being tried."""
     return choice.strategy if choice.settled or not choice.options else choice.options[0]
 
 
 def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) -> Choice:
-    """Return the choice after one more training step, made with the strategy that it currently names.
+    """Return the choice after one more training step with the strategy that it currently names.
 
     Args:
         steps: Maximum number of steps in a race. ``measured`` is the step's measurement.
@@ -197,10 +198,10 @@ def advance(choice: Choice, measured: Measured, steps: int, consider: Consider) 
 
 
 def watch_rows(choice: Choice, rows: Mapping[str, int]) -> Choice:
-    """Return the choice, reset if the number of touched rows in a table has changed by more than a factor of two.
+    """Return the choice, reset if a table's number of touched rows has changed by more than a factor of two.
 
     Args:
-        rows: Number of touched rows, keyed by table name and equal on all ranks; if empty, nothing changes.
+        rows: Number of touched rows, keyed by table name and the same on all ranks; if empty, nothing changes.
     """
     if not choice.settled or not rows:
         return choice
@@ -219,7 +220,7 @@ def _differ(before: float, now: float) -> bool:
 
 
 def _confirmed(choice: Choice, measured: Measured) -> Choice:
-    """Return the choice after a step of a known strategy: kept, or reset for a race if the step time differs."""
+    """Return the choice after a step with a known strategy: kept, or reset for a race if the step time differs."""
     assert choice.known_s is not None
     steps = (*choice.steps, (0, measured.step_s))
     if len(steps) < _CHECKED_STEPS:
@@ -232,7 +233,7 @@ def _confirmed(choice: Choice, measured: Measured) -> Choice:
 
 
 def _kept(choice: Choice) -> Choice:
-    """Return the final choice, with the reason for it."""
+    """Return the final choice and the reason for it."""
     measured = choice.measured
     others = {name: took_s for name, took_s in measured.items() if name != choice.strategy.name}
     reason = f"{choice.strategy.label}: no other sends as little"

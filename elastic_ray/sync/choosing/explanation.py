@@ -15,7 +15,7 @@ _NAMED = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyRow:
-    """Table row for a class of parameters that are synchronised in the same way."""
+    """Table row for a class of parameters that are all synchronised in the same way."""
 
     parameters: str  # the first of their names, and how many there are
     what: str  # is done with them
@@ -27,7 +27,7 @@ class StrategyRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateRow:
-    """Table row for a strategy that was considered as a candidate in the choice."""
+    """Table row for a strategy that was considered as a candidate."""
 
     name: str
     measured_s: float | None = None  # of a step [s]; None before
@@ -36,12 +36,12 @@ class CandidateRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyTable:
-    """Explanation of how a model is synchronised. ``str()`` formats it as a table.
+    """Explanation of how a model is synchronised; ``str()`` formats it as a table.
 
     Attributes:
-        candidates: Strategies that were considered, in the order of their trials; empty if the user set the strategy.
+        candidates: Strategies that were considered, in the order they were tried; empty if the user set the strategy.
         measured_s: Median duration of the latest steps [s]; None before the first measurement.
-        reason: Reason why the current strategy was chosen; empty if the user set it.
+        reason: Reason the current strategy was chosen; empty if the user set it.
     """
 
     strategy: str
@@ -83,7 +83,7 @@ def explain(
 
     Args:
         step_s: Measured duration of a step under the plan [s].
-        bucket_s: Measured duration of each bucket's collectives in one step [s], keyed by bucket index.
+        bucket_s: Measured duration of each bucket's collectives in a step [s], keyed by bucket index.
     """
     classes: dict[str, list[int]] = {}
     for index, bucket in enumerate(plan.buckets):
@@ -121,7 +121,7 @@ def _row(
     world_size: int,
     measured_s: float | None,
 ) -> StrategyRow:
-    """Return the table row of one class of parameters."""
+    """Return the table row for one class of parameters."""
     names = [profile.params[i].name for i in sorted(i for bucket in buckets for i in bucket.params)]
     shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     in_buckets = f", {len(buckets)} of them" if len(buckets) > 1 and not isinstance(buckets[0].sync, Rows) else ""
@@ -135,7 +135,7 @@ def _row(
 
 
 def _candidates(choice: Choice) -> tuple[CandidateRow, ...]:
-    """Return the options of a choice, with their measured times."""
+    """Return the candidates in a choice, with their measured times."""
     names, kept = [each.name for each in choice.options], choice.strategy.name if choice.settled else None
     return tuple(CandidateRow(name=n, measured_s=choice.measured.get(n), chosen=n == kept) for n in names)
 
@@ -145,6 +145,6 @@ def _ms(seconds: float | None) -> str:
 
 
 def _aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the rows of text with aligned columns."""
+    """Return the rows as text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

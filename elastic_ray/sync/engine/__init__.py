@@ -1,1 +1,1 @@
-"""Gradient synchronisation during training: buckets that are filled during backward, and their reductions."""
+"""Gradient synchronisation during training: buckets filled during backward, and their reductions."""

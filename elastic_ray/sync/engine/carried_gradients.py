@@ -1,4 +1,4 @@
-"""Gradients that are kept between steps: accumulated by user code, or residuals of a compression (torch)."""
+"""Gradients kept between steps: accumulated by user code, or left over by compression (torch)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _TWICE = (
 
 
 class CarriedGradients:
-    """Tracker of gradients that have been accumulated in one model's ``.grad`` for a future optimizer step.
+    """Tracker of gradients accumulated in one model's ``.grad`` for a future optimizer step.
 
-    If a loop applies the gradients of each step at once, there is nothing to track, at no cost. Some loops leave
-    gradients behind after the optimizer's step and discard them later, as a GAN does with the gradients of its
-    other loss. Once this has been observed, such gradients no longer count as carried.
+    A loop that applies each step's gradients immediately leaves nothing to track, and has no overhead. Some loops leave
+    gradients behind after the optimizer's step and discard them later, as a GAN does with its other loss's gradients.
+    Once this has been observed, such gradients no longer count as carried.
     """
 
     def __init__(self, context: Run, optimizer: torch.optim.Optimizer) -> None:
@@ -55,7 +55,7 @@ class CarriedGradients:
 
     @property
     def is_open(self) -> bool:
-        """True if there are accumulated gradients that have not been applied yet."""
+        """True if any accumulated gradients have not been applied yet."""
         return self._steps > 0
 
     def add(self, step: LoaderStep | None, *, local: bool = False) -> None:
@@ -71,18 +71,18 @@ class CarriedGradients:
 
     @property
     def note(self) -> int:
-        """Flag: 1 if gradients were added to ``.grad`` after the last update without zeroing it, else 0.
+        """Flag: 1 if gradients were added to ``.grad`` after the last update without zeroing it, otherwise 0.
 
-        The flag is equal on all ranks that reduce. It is 0 until the first update in a group, because a joiner lacks
-        the gradients that other ranks have added since their last update. Passes within ``no_sync`` do not affect it,
-        because their number may differ between ranks, as under DDP.
+        The flag is the same on all ranks that reduce gradients. It is 0 until the first update in a group, because a
+        joiner lacks the gradients that other ranks have added since their last update. Passes within ``no_sync`` do not
+        affect it, because ranks may run different numbers of them, as under DDP.
         """
         if not self._alike:
             return 0
         return int(self._beneath)
 
     def check(self, param: torch.Tensor) -> None:
-        """Check, using one sample parameter, whether the pass added to a gradient that was already applied."""
+        """Check, using one parameter as a sample, whether the pass added to a gradient that was already applied."""
         if self._updated is None:
             self.watched = None
         grad, (updated, at) = param.grad, self._updated or (lambda: None, 0)
@@ -98,7 +98,7 @@ class CarriedGradients:
                 self._context.notify("warning", _TWICE)
 
     def refuse_own(self) -> None:
-        """Refuse an optimizer step whose gradients were not averaged over the ranks.
+        """Refuse an optimizer step if its gradients were not averaged over the ranks.
 
         Raises RuntimeError if any gradients exist only on this rank, i.e. are non-zero, not reduced, not
         ``SlicedGradient`` objects, and not left over from the last update.
@@ -116,7 +116,7 @@ class CarriedGradients:
         refuse_own(grad for grad in map(plain_or_sliced, grads) if not isinstance(grad, SlicedGradient))
 
     def taken(self) -> None:
-        """Mark the accumulated gradients as applied, because the optimizer is about to step."""
+        """Mark accumulated gradients as applied, because the optimizer is about to step."""
         self._steps, self._asked, self.local = 0, True, False
         self._alike, self._beneath = True, False
         self._last, self._last_version, self._updated, self.watched = None, 0, None, None
@@ -138,7 +138,7 @@ class CarriedGradients:
         return self._steps, self.local, {} if self.local else self._gradients()
 
     def roll_back(self, remembered: Any) -> None:
-        """Undo a lost step; accumulated gradients are restored unless the optimizer has already applied them."""
+        """Undo a lost step, restoring accumulated gradients unless the optimizer has already applied them."""
         if remembered is None or self.applied:
             self._continue_from(0, {})
             return
@@ -153,7 +153,7 @@ class CarriedGradients:
                 return
 
     def capture(self) -> Any:
-        """Return the state for joiners and checkpoints; only the step count if gradients differ between ranks."""
+        """Return the state for joiners and checkpoints; just the step count if gradients differ between ranks."""
         if self.local:
             return {"lost": self._steps}
         gradients = self._gradients() if self._steps else {}
@@ -167,7 +167,7 @@ class CarriedGradients:
         self._lost = tree.get("lost", 0)
 
     def enter_group(self) -> None:
-        """Enter a new group; accumulated gradients that differ between ranks are dropped with a warning."""
+        """Enter a new group, dropping accumulated gradients that differ between ranks with a warning."""
         self._updated, self.watched, self._beneath, self._alike = None, None, False, False
         lost, self._lost = self._steps if self.local else self._lost, 0
         if self.local:
@@ -200,7 +200,7 @@ _Tensors = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Debtor:
-    """Bucket with a residual, and parameter names that stay valid when the layout changes."""
+    """Bucket that has a residual, with parameter names that stay valid when the layout changes."""
 
     bucket: GradientBucket
     names: Sequence[str]
@@ -209,17 +209,17 @@ class _Debtor:
 
     @property
     def owes(self) -> bool:
-        """True if the residual has any non-zero value."""
+        """True if the residual has any non-zero values."""
         owed = self.residual.owed
         return owed is not None and owed.flat is not None and bool(owed.flat.any())
 
     @property
     def knows(self) -> bool:
-        """True if the sum of all ranks' residuals is known, or if there is no residual."""
+        """True if the residuals' sum over all ranks is known, or if the bucket has no residual."""
         return self.residual.folded is not None or (self.compression is None and not self.owes)
 
     def owed(self) -> torch.Tensor:
-        """Return a copy of the residual, unscaled by the loss scale; zeros if there is no residual."""
+        """Return a copy of the residual without the loss scale; zeros if the bucket has no residual."""
         owed = self.residual.owed
         return self.flat({}) if owed is None or owed.flat is None else owed.flat / owed.scale
 
@@ -232,7 +232,7 @@ class _Debtor:
         }
 
     def flat(self, by_name: _Tensors) -> torch.Tensor:
-        """Join tensors keyed by name into a flat tensor, with zeros for names that are missing."""
+        """Join tensors keyed by name into a flat tensor, with zeros for missing names."""
         dtype = torch.promote_types(self.bucket.dtype, torch.float32)
         device = self.bucket.params[0].device
         pieces = []
@@ -244,12 +244,12 @@ class _Debtor:
         return torch.cat(pieces)
 
     def factors(self) -> dict[str, torch.Tensor]:
-        """Return the factors of the bucket's compression, keyed by parameter name."""
+        """Return the bucket's compression factors, keyed by parameter name."""
         known = self.compression.factors() if self.compression is not None else {}
         return {self.names[place]: each for place, each in known.items()}
 
     def is_among(self, tensors: _Tensors) -> bool:
-        """True if `tensors` holds an entry for one of the bucket's parameters."""
+        """True if `tensors` has an entry for any of the bucket's parameters."""
         return not tensors.keys().isdisjoint(self.names)
 
     def take(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
@@ -264,12 +264,12 @@ class _Debtor:
 
 
 class OwedGradients:
-    """Compression residuals of one model on this rank: gradients that are still to be sent.
+    """One model's compression residuals on this rank, i.e. gradients that have not been sent yet.
 
     Gradients are weighted by samples and summed, so the *sum* of residuals over ranks is preserved. Before a planned
-    change, all ranks sum their residuals, and each rank of the next group starts with an equal part. The residual of
-    a rank that dies is lost, and so is that of a rank that lags behind and receives another rank's state; both losses
-    are reported. If the next strategy does not compress, each rank adds its residual to the first committed step.
+    change, all ranks sum their residuals, and each rank of the next group starts with an equal part. A rank's residual
+    is lost if the rank dies, or if it lags behind and receives another rank's state; both losses are reported. If the
+    next strategy does not compress, each rank adds its residual to the first committed step.
     """
 
     def __init__(self, context: Run) -> None:
@@ -282,7 +282,7 @@ class OwedGradients:
         self._holds = True  # not taken over from another rank
 
     def adapt(self, layout: BucketLayout, places: Sequence[Sequence[int]], params: Sequence[ParamInfo]) -> None:
-        """Move residuals and low-rank factors to the buckets of a new layout, parameter by parameter.
+        """Move residuals and low-rank factors to the new layout's buckets, parameter by parameter.
 
         Args:
             places: For each new bucket, the indices of its parameters in ``params``, the model's parameters.
@@ -318,15 +318,15 @@ class OwedGradients:
             each.take(owed, folded, factors)
 
     def _send_residual(self, index: int) -> None:
-        """Have an uncompressed bucket send the residual that an earlier strategy left."""
+        """Have an uncompressed bucket send the residual left by an earlier strategy."""
         assert self._layout is not None, "buckets are laid out"
         residual = self._layout.send_residual_first(index).residual
         self._settling.append(dataclasses.replace(self._plain.pop(index), residual=residual))
 
     def before_change(self) -> None:
-        """Sum the residuals (unsent gradients) of all ranks before a planned change of group, so that none is lost.
+        """Sum all ranks' residuals (unsent gradients) before a planned group change, so that none are lost.
 
-        Raises CommunicationFailedError if the group breaks; each rank keeps its own residual.
+        Raises CommunicationFailedError if the group breaks; each rank then keeps its own residual.
         """
         communicator, several = self._context.group.communicator, self._context.group.world_size > 1
         settles = int(any(each.owes for each in self._settling))
@@ -345,10 +345,10 @@ class OwedGradients:
             each.residual.fold(total)
 
     def enter_group(self) -> None:
-        """Enter a group, starting with an equal part of the summed residuals if all ranks know the sum.
+        """Enter a group, starting with an equal share of the summed residuals if all ranks know the sum.
 
         If any rank does not know the sum, each rank continues with its own residual. Ranks without residuals must call
-        this too, because other ranks of the group may come from a group whose strategy compressed gradients.
+        this too, because other ranks may have been in a group with a strategy that compresses gradients.
 
         Raises CommunicationFailedError if the group breaks again.
         """
@@ -365,7 +365,7 @@ class OwedGradients:
         self._members, self._holds = world_size, True
 
     def _report_lost(self, workers: int) -> None:
-        """Warn that the residuals of some workers are lost."""
+        """Warn that some workers' residuals are lost."""
         if workers > 0:
             whose = "one worker" if workers == 1 else f"{workers} workers"
             self._context.notify(
@@ -376,7 +376,7 @@ class OwedGradients:
             )
 
     def capture(self) -> Any:
-        """Return the state shared by all ranks: low-rank factors and, if computed, the sum of unsent gradients."""
+        """Return the state common to all ranks: low-rank factors and, if computed, the sum of unsent gradients."""
         if not self._members or not self._all:
             return {}
         factors: dict[str, torch.Tensor] = {}
@@ -388,7 +388,7 @@ class OwedGradients:
         return {"owed": {"members": self._members, "factors": factors, "folded": folded}}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state, and discard this rank's own residual (gradients not sent yet)."""
+        """Restore a captured state, and discard this rank's own residual (unsent gradients)."""
         state = tree.get("owed", {})
         self._members, self._holds = state.get("members", 0), False
         self._continue_from({}, state.get("folded", {}), state.get("factors", {}))

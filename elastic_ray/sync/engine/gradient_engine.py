@@ -1,4 +1,4 @@
-"""Gradient synchronisation of a replicated model, in which every rank applies the complete mean gradient."""
+"""Gradient synchronisation of a replicated model, with every rank applying the complete mean gradient."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 
 class GradientEngine(Participant):
-    """Gradient synchronisation of one replicated model according to its strategy; implements ``GradientSync``.
+    """Gradient synchronisation for one replicated model according to its strategy; implements ``GradientSync``.
 
-    The engine's state consists of the gradients that user code accumulates over several steps, the current strategy,
-    and the state that operations keep between steps.
+    The engine's state consists of the gradients accumulated by user code over several steps, the current strategy, and
+    the state kept by operations between steps.
 
     Args:
         check_finite: Whether to determine which ranks have NaN or infinite gradients.
-        tiles: State of each optimizer, which the strategy may divide among ranks.
+        tiles: State of each optimizer, which the strategy may divide across ranks.
 
     Raises StrategyError if the strategy cannot be used with this model and optimizer.
     """
@@ -110,7 +110,7 @@ class GradientEngine(Participant):
 
     @property
     def strategy(self) -> Strategy:
-        """Strategy that currently synchronises the model."""
+        """Strategy currently used to synchronise the model."""
         return self.plan.strategy
 
     @property
@@ -128,12 +128,12 @@ class GradientEngine(Participant):
 
     @property
     def profile(self) -> ModelProfile:
-        """Profile of the model, as strategy builders expect it."""
+        """Profile of the model, in the form expected by strategy builders."""
         self._trainable.check()
         return profile_of(self._module, self._trainable.groups, self._optimizer)
 
     def check(self, plan: SyncPlan) -> None:
-        """Raise StrategyError if this model cannot be trained with a plan."""
+        """Raise StrategyError if this model cannot be trained with the plan."""
         self._check_statistics(plan.strategy)
         self._check_tables(plan.strategy)
         self._check_tiles(plan)
@@ -145,7 +145,7 @@ class GradientEngine(Participant):
     def nonfinite_ranks(self) -> Sequence[int] | None:
         """Ranks whose gradients were NaN or infinite in this step's reduction; None if all were finite.
 
-        While replicas diverge, nothing is reduced, so the list contains only this rank, whose gradients are not
+        While replicas diverge, nothing is reduced, so this list can contain only this rank, and its gradients are not
         checked yet.
         """
         if self.drift.average is not None and self.drift.on:
@@ -158,7 +158,7 @@ class GradientEngine(Participant):
 
     @property
     def local(self) -> bool:
-        """True if ``no_sync`` has left the accumulated gradients unreduced."""
+        """True if accumulated gradients have not been reduced because of ``no_sync``."""
         return self._carried.local
 
     def set_strategy(self, strategy: object) -> None:
@@ -171,11 +171,11 @@ class GradientEngine(Participant):
         self._in_force.ask_topology(topology)
 
     def explain_strategy(self) -> StrategyTable:
-        """Return a table of how each parameter's gradient is synchronised, and why."""
+        """Return a table that shows how each parameter's gradient is synchronised, and why."""
         return self._in_force.explain()
 
     def require_statistics(self, user: str) -> None:
-        """Require gradient statistics for the setting ``user``: from now on, strategies without them are refused.
+        """Require gradient statistics for the setting ``user``; from now on, strategies without them are refused.
 
         Raises StrategyError if the current strategy does not provide statistics.
         """
@@ -187,7 +187,7 @@ class GradientEngine(Participant):
             raise
 
     def _check_unit(self, plan: SyncPlan) -> None:
-        """Raise StrategyError if the plan divides work among ranks in a way that a job of units does not support."""
+        """Raise StrategyError if the plan divides work among ranks in a way that jobs with units do not support."""
         if self._context.unit is None:
             return
         what, why = f"strategy {plan.strategy.label!r}", why_not_in_units(plan, self.profile.params, self._held)
@@ -207,7 +207,7 @@ class GradientEngine(Participant):
             )
 
     def _check_tiles(self, plan: SyncPlan) -> None:
-        """Raise StrategyError if an optimizer needs its complete state between steps, as schedule-free ones do."""
+        """Raise StrategyError if an optimizer needs its complete state between steps, like schedule-free optimizers."""
         for each in optimizers_of(self._optimizer) if plan.tiles is not None else ():
             if callable(getattr(each, "train", None)) and callable(getattr(each, "eval", None)):
                 raise StrategyError(
@@ -217,7 +217,7 @@ class GradientEngine(Participant):
                 )
 
     def _check_tables(self, strategy: Strategy) -> None:
-        """Raise StrategyError if ranks that share a table's rows would drift."""
+        """Raise StrategyError if ranks that share a table's rows would drift apart."""
         if self._sharded and strategy.average is not None:
             raise StrategyError(
                 f"strategy {strategy.name or strategy.average.algorithm!r} averages models that ranks train by "
@@ -225,7 +225,7 @@ class GradientEngine(Participant):
             )
 
     def before_forward(self) -> None:
-        """Rebuild the buckets before a forward pass if parameters were unfrozen or a change of strategy is pending."""
+        """Rebuild the buckets before a forward pass if parameters were unfrozen or a strategy change is pending."""
         force = self._in_force
         if force.tuner is not None:
             force.before_forward()
@@ -253,7 +253,7 @@ class GradientEngine(Participant):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _expect_examples(self, examples: ExampleNorms) -> None:
-        """Put hooks on the layers if this step's single gradient will be measured."""
+        """Register hooks on the layers if this step's single gradient will be measured."""
         step, steps = self._context.ledger.outermost, self._context.states.progress.steps
         if step is None or step is self._expected or not torch.is_grad_enabled():
             return
@@ -271,7 +271,7 @@ class GradientEngine(Participant):
         self._reducer.let_go()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward passes only accumulate gradients locally."""
+        """Return a context manager that makes backward passes only accumulate gradients locally."""
         if self._sharded:
             raise RuntimeError(
                 "no_sync() is not supported for a model with a ShardedEmbedding, whose owners get gradients in each "
@@ -284,10 +284,9 @@ class GradientEngine(Participant):
         self._reducer.end_lost_pass(give_zeros)
 
     def before_update(self) -> None:
-        """Close the accumulation of gradients before an update; gradients computed later belong to another loss.
+        """Close gradient accumulation before an update; gradients computed later belong to another loss.
 
-        Raises RuntimeError if gradients of parameters whose optimizer state is divided were not averaged over the
-        ranks.
+        Raises RuntimeError if gradients were not averaged over the ranks, for parameters with divided optimizer state.
         """
         if self._in_unit is not None and self._context.wishes is not None:
             self._settle_in_unit(self._in_unit, self._context.wishes)
@@ -305,7 +304,7 @@ class GradientEngine(Participant):
             table.close()
 
     def _settle_in_unit(self, statistics: UnitStatistics, wishes: UnitWishes) -> None:
-        """Apply a step on all workers of the unit, or on none."""
+        """Apply a step on all of the unit's workers, or on none."""
         ledger = self._context.ledger
         if ledger.step is not None and ledger.step.is_last_micro:
             failure = self._context.agree_in_unit(ledger.failure, measured=statistics.due())
@@ -327,7 +326,7 @@ class GradientEngine(Participant):
             scale_moments(optimizer, step.count / own if own else 1.0)
 
     def rebuild(self) -> None:
-        """Rebuild the gradient buckets after a change of the trained parameters."""
+        """Rebuild the gradient buckets after a change in the trained parameters."""
         self._reducer.rebuild()
 
     @property
@@ -350,7 +349,7 @@ class GradientEngine(Participant):
         """Fix the strategy for the next step; return a digest of this strategy and the current plan.
 
         Ranks compare the digest before they commit a step. Later requests wait for the next step, because some ranks
-        might not receive them before this step ends.
+        might not receive them before the end of this step.
         """
         self._ends = self._in_force.pending
         return digest((self.plan.digest, self._in_force.asked_digest))
@@ -401,13 +400,13 @@ class GradientEngine(Participant):
             self.drift.collapse(alike=alike)
 
     def prepare_to_save(self) -> None:
-        """Gather complete tables and optimizer state on rank 0, where they stay until the next update."""
+        """Gather complete tables and optimizer state on rank 0, which keeps them until the next update."""
         for table in self._sharded.tables:
             table.gather()
         self._gather_tiles()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Prepare a change of group, in which ``stays[r]`` is True if rank r stays; called on every rank.
+        """Prepare for a group change; ``stays[r]`` is True if rank r stays. Called on every rank.
 
         Residuals are summed, replicas are made identical, and state that only leaving ranks hold is sent to staying
         ranks.
@@ -421,7 +420,7 @@ class GradientEngine(Participant):
         self._make_one()
 
     def enter_group(self) -> None:
-        """Enter a new group: rebuild plan and buckets, and drop state that only some ranks hold."""
+        """Enter a new group: rebuild the plan and buckets, and drop state that only some ranks hold."""
         self._entering, self._stepped = True, None
         self._reducer.reduction.end_step()
         self.measure_examples(None, wanted=False)  # a loader of one rank asks again
@@ -453,7 +452,7 @@ class GradientEngine(Participant):
         self._carried.roll_back(remembered)
 
     def capture(self) -> Any:
-        """Return accumulated gradients, the strategy's state, and the strategy if it differs from the initial one."""
+        """Return accumulated gradients, the strategy's state, and the strategy if it is no longer the initial one."""
         drift = self.drift.capture()
         average = {"average": drift} if drift else {}
         return {**self._carried.capture(), **self._in_force.capture(), **self._owed.capture(), **average}
@@ -473,7 +472,7 @@ class GradientEngine(Participant):
         return self.drift.average is None or not self.drift.on or self.drift.settled
 
     def _lay_out(self, trainable: Trainable) -> BucketLayout:
-        """Return buckets for the current parameters, strategy and group."""
+        """Return buckets laid out for the current parameters, strategy and group."""
         plan = self._in_force.take(switch=self._may_switch, entering=self._entering)
         self._stepped = None
         self._control_size = self._context.consensus.control_size
@@ -495,7 +494,7 @@ class GradientEngine(Participant):
         return layout
 
     def _update_tables(self, tables: Sequence[TableGradient]) -> None:
-        """Attach table gradients to the layers that use them, replacing those of the previous layout."""
+        """Attach table gradients to the layers that use them, replacing the previous layout's."""
         for table in self._tables:
             table.close()
         self._tables = tables

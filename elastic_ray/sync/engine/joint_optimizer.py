@@ -1,4 +1,4 @@
-"""Joint optimizer through which gradient synchronisation sees several optimizers of one model as one."""
+"""Joint optimizer that presents a model's several optimizers to gradient synchronisation as one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """View of all optimizers of one model as a single optimizer, with all parameter groups and states.
+    """View of a model's optimizers as a single optimizer with all parameter groups and states.
 
-    The view can be read and written like an optimizer, but is never stepped: the optimizers step separately.
+    The view can be read and written like an optimizer, but is never stepped: each optimizer steps separately.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -23,12 +23,12 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Parameter groups of all optimizers, in the order of the optimizers."""
+        """Parameter groups of all optimizers, in optimizer order."""
         return [group for each in self.optimizers for group in each.param_groups]
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
-        """States of all optimizers, keyed by parameter."""
+        """States from all optimizers, keyed by parameter."""
         return JointStates(self.optimizers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
 
 class JointStates(MutableMapping[Any, Any]):
-    """Mapping from parameter to optimizer state, over several optimizers, each of which holds its own states."""
+    """Mapping from parameter to optimizer state over several optimizers, each with its own states."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
@@ -74,12 +74,12 @@ class JointStates(MutableMapping[Any, Any]):
 
 
 def optimizers_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers of which a ``JointOptimizer`` consists, or a tuple of only ``optimizer`` otherwise."""
+    """Return the optimizers that make up a ``JointOptimizer``; a tuple of just ``optimizer`` for any other."""
     return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
 
 
 def group_ranges(optimizers: Sequence[torch.optim.Optimizer]) -> list[slice]:
-    """Return the range of each optimizer's parameter groups in the concatenated list of all groups."""
+    """Return each optimizer's range of parameter groups in the concatenated list of all groups."""
     found, first = [], 0
     for each in optimizers:
         found.append(slice(first, first + len(each.param_groups)))
@@ -88,24 +88,24 @@ def group_ranges(optimizers: Sequence[torch.optim.Optimizer]) -> list[slice]:
 
 
 class JointDenominators:
-    """Values by which several Adam-like optimizers divide gradients; see ``Denominators``."""
+    """Values that several Adam-like optimizers divide gradients by; see ``Denominators``."""
 
     def __init__(self, parts: Sequence[TiledOptimizer]) -> None:
         self._parts = [each.denominators for each in parts]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of all optimizers, in the order of the optimizers."""
+        """Parameter groups of all optimizers, in optimizer order."""
         return [group for each in self._parts for group in each.param_groups]
 
     @property
     def idle(self) -> bool:
-        """True if the optimizers hold all denominators themselves, so that none must be gathered."""
+        """True if the optimizers hold all denominators themselves, so none need to be gathered."""
         return all(each.idle for each in self._parts)
 
     @property
     def state(self) -> dict[Any, Any]:
-        """Denominators of all optimizers, keyed by parameter."""
+        """Denominators for all optimizers, keyed by parameter."""
         return {param: state for each in self._parts for param, state in each.state.items()}
 
     @property
@@ -115,5 +115,5 @@ class JointDenominators:
 
     @property
     def outdated(self) -> bool:
-        """True if the denominators of any optimizer are currently unavailable; equal on all ranks."""
+        """True if any optimizer's denominators are currently unavailable; the same on all ranks."""
         return any(each.outdated for each in self._parts)

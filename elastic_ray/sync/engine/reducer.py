@@ -1,12 +1,11 @@
-"""Reduction of all ranks' gradients to their weighted mean, with statistics measured on the way.
+"""Reduction of all ranks' gradients to their weighted mean, with statistics measured along the way.
 
-Buckets are all-reduced asynchronously. The reduction of a bucket starts as soon as backward has filled it and is
-awaited at the end of backward, so ``.grad`` holds the mean when ``loss.backward()`` returns, as under torch DDP.
-In a model's first pass, with several models, and in nested passes (which produce a gradient several times),
-reductions start when the outermost pass ends. Gradients are weighted by samples, or as the loop specifies, so
-unequal local batches give the gradient of the whole batch. Under a plain all-reduce, ``.grad`` is a view of the
-bucket. If a reduction is abandoned, it keeps its memory and ``.grad`` gets new memory, so that it can never
-overwrite tensors in use.
+Buckets are all-reduced asynchronously. A bucket's reduction starts as soon as backward has filled the bucket, and is
+awaited when backward ends, so ``.grad`` holds the mean when ``loss.backward()`` returns, as under torch DDP. In a
+model's first pass, with several models, and in nested passes (which produce a gradient several times), reductions start
+when the outermost pass ends. Gradients are weighted by samples, or as specified by the loop, so unequal local batches
+give the whole batch's gradient. Under a plain all-reduce, ``.grad`` is a view of the bucket. If a reduction is
+abandoned, it keeps its memory and ``.grad`` gets new memory, so that it can never overwrite tensors in use.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ if TYPE_CHECKING:
 class GradientReducer:
     """Reducer of one model's gradients, driven by hooks on its parameters during backward.
 
-    With gradient accumulation, each micro-step contributes the ``.grad`` left by its last backward pass before
+    With gradient accumulation, each micro-step contributes the ``.grad`` that its last backward pass left before
     ``optimizer.step()``, so user code may zero, clip and unscale gradients in each micro-step as usual.
 
     Args:
         check_finite: Whether to determine which ranks have NaN or infinite gradients.
-        exchange_rows: Sends the row gradients of a pass to their owners; None without tables.
+        exchange_rows: Sends a pass's row gradients to the row owners; None without tables.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class GradientReducer:
         self._left: list[float] = []
 
     def _build(self) -> None:
-        """Lay out buckets for the parameters that are currently trainable, and hook their gradients."""
+        """Lay out buckets for the currently trainable parameters, and register hooks on their gradients."""
         layout = self._layout = self._lay_out(self._trainable)
         self._buckets = layout.buckets
         self.reduction = Reduction(self._group, self._consensus, layout, self._grad_scale)
@@ -123,7 +122,7 @@ class GradientReducer:
 
     @property
     def plain_buckets(self) -> list[Bucket] | None:
-        """Buckets of the model, if all hold whole gradients (no slices or table rows); otherwise None."""
+        """The model's buckets, if all hold full gradients (no slices or table rows); otherwise None."""
         found = [bucket for bucket in self._buckets if type(bucket) is Bucket]
         return found if len(found) == len(self._buckets) else None
 
@@ -134,7 +133,7 @@ class GradientReducer:
         self._hooks = []
 
     def enter_group(self) -> None:
-        """Mark the buckets' layout as not compared, so that the ranks of the new group announce it again."""
+        """Mark the bucket layout as not compared yet, so that ranks announce it again in the new group."""
         plain, strategy = self._layout.digest, self._layout.strategy
         self._plain = Announced(Intent.GRADIENTS, self._number, plain, strategy)
         # Where the loop sets the weights of micro-batches, there is one more collective.
@@ -155,7 +154,7 @@ class GradientReducer:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Rebuild the buckets for a changed set of trainable parameters."""
+        """Rebuild the buckets after the set of trainable parameters has changed."""
         if self._trainable.changed():
             self._trainable.include_unfrozen()
         self.reduction.end_step()
@@ -171,12 +170,12 @@ class GradientReducer:
             self._sync = True
 
     def drop_halves(self) -> None:
-        """Release the buffers of a step whose samples were split in half for a measurement."""
+        """Release the buffers of a step that was split in half for a measurement."""
         if self._step is not None and self._step.halved:
             self._layout.release()  # a rank that is alone uses it in such steps only
 
     def close(self, *, refuses_own: bool) -> None:
-        """Close the accumulation of gradients when the optimizer steps; later gradients belong to another loss."""
+        """Close gradient accumulation when the optimizer steps; later gradients belong to another loss."""
         if refuses_own and (self._step is None or self._step is not self._ledger.step):
             self._carried.refuse_own()
         self._open = False
@@ -184,7 +183,7 @@ class GradientReducer:
         self.reduction.asked = True
 
     def _keep_local(self) -> None:
-        """Record a gradient of a backward pass within ``no_sync``."""
+        """Record a gradient from a backward pass within ``no_sync``."""
         self._carried.add(self._ledger.step, local=True)
         refuse_weights(self._ledger.step)
 
@@ -193,7 +192,7 @@ class GradientReducer:
         self._nests, self._early = True, False
 
     def _reach_again(self, index: int, param: torch.Tensor) -> None:
-        """Handle a nested backward pass that adds to a gradient which was complete.
+        """Handle a nested backward pass that adds to an already complete gradient.
 
         Raises RuntimeError if the gradient is already being reduced.
         """
@@ -260,7 +259,7 @@ class GradientReducer:
         self._start_buckets(first=first)
 
     def _start_buckets(self, *, first: bool) -> None:
-        """Prepare all buckets for the pass; ``first`` if it is the first of its step."""
+        """Prepare all buckets for the pass; ``first`` is True if it is the first in its step."""
         self._waiting, self._room = [], []
         for bucket in self._buckets:
             self._waiting.append([])
@@ -271,12 +270,12 @@ class GradientReducer:
             self._announce()
 
     def _adopt(self, index: int) -> None:
-        """Move waiting gradients from their own memory into their bucket."""
+        """Move waiting gradients out of their own memory into their bucket."""
         waiting, self._waiting[index], self._left[index] = self._waiting[index], [], self._room[index]
         self._buckets[index].adopt(waiting)
 
     def _announce(self) -> None:
-        """Announce this rank's reduction to the other ranks, which answer while backward continues."""
+        """Announce this rank's reduction to the other ranks, which reply while backward continues."""
         self._told = True
         weighed = self._step is not None and self._step.weighed
         self._announced = self._weighed if weighed else self._plain
@@ -286,10 +285,11 @@ class GradientReducer:
             self._give_up(str(error))
 
     def _met_before(self) -> bool:
-        """True if reductions may start before the other ranks have answered.
+        """True if reductions may start before the other ranks have replied.
 
-        Only reductions use the gradient group, so a reduction cannot be paired with any other collective. It could be
-        paired with a reduction of a different layout, but not once all ranks have announced the current layout.
+        Only reductions use the gradient group, so a reduction cannot be paired with any other kind of collective. It
+        could be paired with a reduction for a different layout, but not once all ranks have announced the current
+        layout.
         """
         met = self._met == (self._group.group.generation, self._announced)
         return met and self._context.models == 1
@@ -319,7 +319,7 @@ class GradientReducer:
         )
 
     def _carry(self) -> None:
-        """Start another micro-step and keep the gradients that earlier ones have left in the buckets."""
+        """Start another micro-step, keeping the gradients that earlier micro-steps have left in the buckets."""
         self._open, self._carries = True, True
         if self._statistics.due:
             self._statistics.carry()
@@ -327,7 +327,7 @@ class GradientReducer:
             bucket.carry()
 
     def _fill(self, bucket: GradientBucket) -> None:
-        """Fill a bucket with the weighted local gradients, add those of earlier micro-steps, and measure its norm."""
+        """Fill a bucket with the weighted local gradients, add earlier micro-steps' gradients, and measure its norm."""
         weight, rest, goes_on = self._weight, None, bucket.written is not None and bucket.goes_on
         if self._accumulates:
             if goes_on:  # each rank gives its part of what was reduced before, less what its gradient weighs already
@@ -347,7 +347,7 @@ class GradientReducer:
             bucket.add(rest)
 
     def _launch(self) -> None:
-        """Start the reductions of full buckets, in the fixed order."""
+        """Start reducing full buckets, in a fixed order."""
         if self._ledger.failed:
             return
         if torch.is_grad_enabled():  # backward(create_graph=True)
@@ -375,7 +375,7 @@ class GradientReducer:
             self._give_up(str(error))
 
     def _fill_tail(self) -> None:
-        """Write the values that travel with the reduction into the last bucket's tail."""
+        """Write the values sent with the reduction into the last bucket's tail."""
         rank = self._group.group.rank
         shared = self._statistics.shared_values() if rank == 0 else self._layout.nothing_to_share
         self._note = self._carried.note
@@ -385,12 +385,12 @@ class GradientReducer:
         self._layout.write_tail(head, norms, added(self._own_sums), None if self._complete else self._used())
 
     def _used(self) -> list[bool]:
-        """Return a flag for each parameter: True if it had a gradient on this rank in any micro-step."""
+        """Return a flag for each parameter, True if it had a gradient on this rank in any micro-step."""
         flags = [bucket.used if self._accumulates else bucket.has_gradient for bucket in self._buckets]
         return [used for mine in flags for used in mine]
 
     def _finish(self) -> None:
-        """End the backward pass: launch the remaining reductions, wait for all, and put the mean into ``.grad``."""
+        """End the backward pass: launch the remaining reductions, wait for all, and write the mean to ``.grad``."""
         if torch.is_grad_enabled():  # backward(create_graph=True)
             with torch.no_grad():
                 return self._finish()
@@ -444,7 +444,7 @@ class GradientReducer:
             give_zeros(self._trainable.params)
 
     def _collect(self, step: LoaderStep | None) -> None:
-        """Wait for the reductions, evaluate the values that travelled with them, and write the mean back."""
+        """Wait for the reductions, evaluate the values sent with them, and write the mean back."""
         if self._ledger.failed:
             return
         layout, first = self._layout, self._group.group.rank == 0
@@ -481,7 +481,7 @@ class GradientReducer:
             self._conclude_statistics(step, values[layout.norms])
 
     def _give_up(self, cause: str) -> None:
-        """Abandon the reductions of this step; raises CommunicationFailedError outside of steps."""
+        """Abandon this step's reductions; raises CommunicationFailedError outside steps."""
         self._ledger.fail(cause)
         self.reduction.void()
         self._layout.replace_buffers()
@@ -489,7 +489,7 @@ class GradientReducer:
             raise CommunicationFailedError(cause)  # outside of steps there is none to draw again
 
     def _write_back(self, used: Callable[[], list[bool]]) -> None:
-        """Copy buckets into ``.grad``; ``used`` returns for each parameter whether any rank had a gradient."""
+        """Copy buckets into ``.grad``; ``used`` returns, for each parameter, whether any rank had a gradient."""
         first = 0
         for bucket in self._buckets:
             last = first + len(bucket.params)
@@ -498,13 +498,13 @@ class GradientReducer:
             first = last
 
     def _conclude_statistics(self, step: LoaderStep, norms: Sequence[float]) -> None:
-        """Collect the step's statistics, unless they are mixed with gradients that the step reduced before."""
+        """Collect the step's statistics, unless they are mixed with gradients reduced earlier in the step."""
         if not (self._goes_on and self._accumulates):
             self._statistics.collect(step, norms, grad_scale=self._grad_scale(), goes_on=self._goes_on)
 
     @torch.no_grad()
     def _measure_alone(self) -> None:
-        """Check and measure the gradients of a rank that trains alone."""
+        """Check and measure the gradients of a rank that is training alone."""
         step, statistics = self._step, self._statistics
         in_layers = step is not None and self._measures and statistics.in_layers
         if step is not None and in_layers and not statistics.collect_examples(step, self._grad_scale()):
@@ -523,11 +523,11 @@ class GradientReducer:
 def _gradient_hook(
     reference: weakref.ref[GradientReducer], index: int, place: int, own: torch.Tensor
 ) -> Callable[[torch.Tensor], None]:
-    """Return a hook for one parameter's gradient that does not keep the reducer alive; see ``weak_hook``."""
+    """Return a hook for a parameter's gradient that does not keep the reducer alive; see ``weak_hook``."""
     key, elements = id(own), own.numel()
 
     def hook(param: torch.Tensor) -> None:
-        """Record a parameter's gradient and reduce full buckets. Torch calls the hook in one thread per device."""
+        """Record a parameter's gradient and reduce full buckets; torch calls the hook in one thread per device."""
         reducer = reference()
         if reducer is None:
             return

@@ -1,4 +1,4 @@
-"""Buckets of a model as laid out by its plan, their collectives, and the control values sent along (torch)."""
+"""Model buckets as laid out by the plan, their collectives, and the control values sent with them (torch)."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 
 def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
-    """True if control values can be sent with a bucket of this dtype, because its reduction sums them exactly."""
+    """True if control values can be sent with a bucket of this dtype because its reduction sums them exactly."""
     return is_plain(plan) and dtype.to_real() in (torch.float32, torch.float64)
 
 
 def is_plain(plan: BucketPlan) -> bool:
-    """True if the bucket's own buffer is all-reduced in one piece and unchanged, and not used for anything else."""
+    """True if the bucket's own buffer is all-reduced in one piece, unchanged, and has no other use."""
     return isinstance(plan.sync, Reduce) and plan.sync.wire.exact and plan.sync.parts == 1
 
 
@@ -74,7 +74,7 @@ def make_operation(plan: BucketPlan) -> BucketOperation:
 
 
 def _reduction(sync: Reduce, places: Sequence[int]) -> BucketOperation:
-    """Return the operation of an all-reduce: plain, partitioned or compressed."""
+    """Return the operation for an all-reduce: plain, partitioned or compressed."""
     wire = sync.wire
     if wire.compresses:
         compression = LowRankCompression(wire.rank) if wire.rank else Int8Compression()
@@ -86,18 +86,18 @@ def _reduction(sync: Reduce, places: Sequence[int]) -> BucketOperation:
 
 
 class BucketLayout:
-    """Buckets of one model in memory, with the control values that are sent with them.
+    """One model's buckets in memory, with the control values sent along with them.
 
-    The tail holds control values, squared norms of local gradients, rank 0's statistics, the step's tag, and flags of
-    used parameters. It is part of the last bucket if that bucket's reduction sums it exactly. Otherwise it is a
+    The tail holds control values, squared norms of local gradients, rank 0's statistics, the step's tag, and flags for
+    used parameters. It is part of the last bucket if that bucket's reduction sums it exactly. Otherwise, it is a
     separate buffer with its own all-reduce.
 
     Attributes:
-        sliced: Buckets of which each rank receives only a part of the mean.
+        sliced: Buckets where each rank receives only a part of the mean.
         tail_rides: Whether the tail is part of the last bucket.
-        strategy: User-visible name of the plan's strategy.
-        own_sum: Position in the tail of the sum of all gradient elements, which shows whether they are finite. Flags
-            of used parameters come after it.
+        strategy: Name of the plan's strategy, as shown to the user.
+        own_sum: Tail position of the sum of all gradient elements, which shows whether they are finite. The flags for
+            used parameters follow this sum.
     """
 
     def __init__(
@@ -141,18 +141,18 @@ class BucketLayout:
 
     @property
     def digest(self) -> int:
-        """Digest of the layout, which must be equal on all ranks."""
+        """Digest of the layout, which must be the same on all ranks."""
         return digest((*self._layout, self.sequel.takes))
 
     def send_residual_first(self, index: int) -> SettlingOperation:
-        """Wrap bucket ``index``'s operation, so that its next pass also sends what an earlier strategy left unsent."""
+        """Wrap bucket ``index``'s operation, so that its next pass also sends gradients left by an earlier strategy."""
         settling = SettlingOperation(self.operations[index])
         self.operations[index] = settling
         return settling
 
     @property
     def tail(self) -> torch.Tensor:
-        """Tail (extra elements) that holds the control values, in its current memory."""
+        """Tail (extra elements) that holds the control values, in its current location in memory."""
         last = self.buckets[-1]
         if self.tail_rides and isinstance(last, Bucket):
             self._numbers = last.memory.tail_numbers
@@ -168,10 +168,10 @@ class BucketLayout:
     def write_tail(
         self, head: Sequence[float], norms: Sequence[Number], own_sum: Number, used: Sequence[bool] | None
     ) -> None:
-        """Write the values that are sent with the reduction into the tail.
+        """Write the values to be sent with the reduction into the tail.
 
         Args:
-            head: Values that come before ``own_sum`` in the tail, with zeros in the places of the norms.
+            head: Values that precede ``own_sum`` in the tail, with zeros in place of the norms.
             norms: Squared norms of local gradients; empty if they are not measured.
             own_sum: Sum of this rank's gradient elements.
             used: For each parameter, whether it has a gradient; None if all have one.
@@ -200,19 +200,19 @@ class BucketLayout:
         return self._sums, found
 
     def used_anywhere(self) -> list[bool]:
-        """Return for each parameter whether any rank had a gradient; valid after :meth:`read_tail`."""
+        """Return, for each parameter, whether any rank had a gradient; valid after :meth:`read_tail`."""
         sums = self._sums if self._numbers is None else self._numbers.tolist()
         return [count > 0 for count in sums[self.own_sum + 1 :]]
 
     def replace_buffers(self) -> None:
-        """Allocate new buffers, because abandoned reductions may still write to the old ones."""
+        """Allocate new buffers, because abandoned reductions may still be writing to the old ones."""
         for bucket in self.buckets:
             bucket.replace_buffer()
         self._own_tail = self._own_tail.clone()
 
 
 def hooks_on_gradients(params: Sequence[torch.nn.Parameter], hook: Callable[[torch.Tensor], None]) -> list[Any]:
-    """Register ``hook`` to run whenever a parameter's gradient has been accumulated; return the handles."""
+    """Register ``hook`` to run each time a parameter's gradient is accumulated; return the handles."""
     handles = []
     for param in params:
         trained = param.requires_grad
@@ -227,13 +227,13 @@ PROBE_EVERY = 32
 
 
 class Reduction:
-    """Collectives of one backward pass, and the state that operations keep between steps.
+    """Collectives for one backward pass, and the state that operations keep between steps.
 
     All methods raise CommunicationFailedError if the group breaks.
 
-    The operations' state is committed once the optimizer has applied their results, or once the step has ended and
-    its gradients wait for a later one. It does not change if a step is drawn again after the optimizer has applied
-    it, or if the sum of a pass is not finite.
+    The operations' state is committed once the optimizer has applied their results, or once the step has ended and its
+    gradients are waiting for a later step. It does not change if a step is drawn again after the optimizer has applied
+    it, or if a pass's sum is not finite.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Reduction:
         self._took_s = list(self._began_s)
 
     def start_step(self, steps: int) -> bool:
-        """Start a step; return True if its gradients are sent uncompressed, so that statistics can be measured."""
+        """Start a step; return True if its gradients are sent uncompressed, which allows measuring statistics."""
         self.end_step()
         self.written = set()  # also where nothing is reduced any more: this rank may have become the only one
         # What does not compress may have been given something to send by a change of group.
@@ -268,11 +268,11 @@ class Reduction:
 
     @property
     def spacing(self) -> int:
-        """Number of steps from one measurement of gradient statistics to the next; above 1 under compression."""
+        """Number of steps from one measurement of gradient statistics to the next; above 1 with compression."""
         return PROBE_EVERY if self._compresses and self._group.world_size > 1 else 1
 
     def launch(self, index: int) -> None:
-        """Start the first round of collectives of the filled bucket `index`; the last bucket may include the tail."""
+        """Start the first round of collectives for filled bucket `index`; the last bucket may include the tail."""
         layout, gradients = self._layout, self._group.group.communicator.gradients
         self._began_s[index] = time.perf_counter()
         if index == 0:
@@ -290,12 +290,12 @@ class Reduction:
     def finish(self, *, checks: bool) -> None:
         """Wait for the collectives, and run further rounds until every bucket holds its sum.
 
-        The number of rounds is equal on all ranks. While later buckets are in flight, finite sums of finished buckets
-        are already written to ``.grad``.
+        The number of rounds is the same on all ranks. While later buckets are in flight, finite sums of finished
+        buckets are already written to ``.grad``.
 
         Args:
-            checks: Whether to check that the summed gradients are finite. Buckets for which each rank has already
-                computed the sum of its elements are skipped, because the total of these sums shows the same.
+            checks: Whether to check that the summed gradients are finite. Buckets are skipped if each rank has already
+                summed its elements, because the total of these sums shows the same.
         """
         communicator, operations = self._group.group.communicator, self._layout.operations
         looks, self.totals = checks or bool(self.owing), []
@@ -344,7 +344,7 @@ class Reduction:
             sequel.tuner.reduced()
 
     def _report_sizes(self) -> bool:
-        """Sum the numbers of sliced gradients, which no rank holds completely; return True if all are finite."""
+        """Sum the statistics of sliced gradients, which no rank holds in full; return True if all are finite."""
         mine = [bucket.numbers() for bucket in self._layout.sliced]
         told = torch.cat(mine)
         self._consensus.announcer.wait(self._group.group.communicator.gradients.all_reduce(told))
@@ -353,14 +353,14 @@ class Reduction:
         return all(bucket.finite for bucket in self._layout.sliced)
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of several numbers over all ranks; a collective."""
+        """Return the sums of several numbers over all ranks; called on every rank."""
         told = torch.tensor(list(values), dtype=torch.float64)
         self._consensus.announcer.wait(self._group.group.communicator.gradients.all_reduce(told))
         found: list[float] = told.tolist()
         return found
 
     def is_finite(self) -> bool:
-        """True if the last pass gave finite gradients; equal on all ranks."""
+        """True if the last pass produced finite gradients; the same on all ranks."""
         if self._finite is None:
             self.check_totals(read(self.totals or [bucket.total() for bucket in self._layout.buckets]))
         return self._finite is True
@@ -368,14 +368,14 @@ class Reduction:
     def check_totals(self, values: Sequence[float]) -> None:
         """Determine whether the pass was finite, given ``values``, the sums of :attr:`totals` over all ranks.
 
-        As a sum can overflow where no gradient has, all buckets are checked if the sum of ``values`` is not finite.
+        Because a sum can overflow when no gradient has, all buckets are checked if the sum of ``values`` is not finite.
         """
         if values and self._finite is None:
             # A sum may overflow where no gradient has.
             self._finite = math.isfinite(sum(values)) or all(bucket.is_finite() for bucket in self._layout.buckets)
 
     def nonfinite_ranks(self) -> list[int] | None:
-        """Return the ranks with non-finite gradients in the last pass; None if the sum over all ranks is finite."""
+        """Return the ranks that had non-finite gradients in the last pass; None if the sum over all ranks is finite."""
         if self._finite or self.is_finite():
             return None
         own = [int(not all(bucket.own_is_finite() for bucket in self._layout.buckets))]
@@ -385,8 +385,8 @@ class Reduction:
     def complete(self) -> None:
         """Add compression residuals to the local gradients, if this rank's gradients are not summed with others.
 
-        If models are averaged, each rank's update has a weight of 1 / ranks in the mean, so the residual is
-        multiplied by the number of ranks.
+        If models are averaged, each rank's update has weight 1 / ranks in the mean, so the residual is multiplied by
+        the number of ranks.
         """
         if self._group.world_size == 1:
             scale = self._grad_scale() * len(self._group.group.nodes)
@@ -395,14 +395,14 @@ class Reduction:
                     operation.complete(bucket, scale)
 
     def applied(self) -> None:
-        """Commit the operations' state after the last pass, so that a later loss of the step does not change it."""
+        """Commit the operations' state after the last pass, so that losing the step later does not change it."""
         self.asked = False
         for operation in self._layout.operations:
             if type(operation) is not AllReduceOperation:  # which keeps nothing
                 operation.commit()
 
     def end_step(self) -> None:
-        """End the previous step, and commit or discard the state of its operations."""
+        """End the previous step, committing or discarding the state of its operations."""
         if self.asked:  # and has not stepped: it had, before the step was drawn again
             self.void()
             return
@@ -411,7 +411,7 @@ class Reduction:
                 operation.commit()
 
     def void(self) -> None:
-        """Discard the changes that the current step's passes made to the operations' state (such as residuals)."""
+        """Discard the changes made to the operations' state (such as residuals) in the current step's passes."""
         self.asked = False
         self._works = [[] for _ in self._layout.buckets]
         for operation in self._layout.operations:
@@ -419,12 +419,12 @@ class Reduction:
 
 
 class StepWeights:
-    """Weights of the micro-batches in a step's mean gradient.
+    """Weights of micro-batches in a step's mean gradient.
 
     All ranks exchange their counts once per step, before the first bucket is filled.
 
     Args:
-        statistics: Gradient statistics, which must be scaled if the weights of earlier micro-batches change.
+        statistics: Gradient statistics, which must be scaled if earlier micro-batches' weights change.
     """
 
     def __init__(self, group: SummingGroup, consensus: RankConsensus, statistics: GradientStatistics) -> None:
@@ -432,9 +432,9 @@ class StepWeights:
         self.factor = 1.0  # what shares of the step's earlier micro-batches are still to be multiplied with
 
     def start_pass(self, step: LoaderStep) -> None:
-        """Start a backward pass of a step whose micro-batches the loop weighs.
+        """Start a backward pass in a step whose micro-batches are weighted by the loop.
 
-        Raises RuntimeError if the loop weighed earlier micro-batches of the step, but not this one.
+        Raises RuntimeError if the loop weighted earlier micro-batches of the step, but not this one.
         """
         if not step.micro:
             self.factor = 1.0
@@ -448,8 +448,8 @@ class StepWeights:
         """Return the weight of this rank's current micro-batch in the step's mean gradient.
 
         Args:
-            step: Current step; None outside of steps, when all ranks have equal weights.
-            reduces: Whether gradients of several ranks are summed. If so, all of these ranks must call this method.
+            step: Current step; None outside steps, where all ranks have equal weights.
+            reduces: Whether gradients from several ranks are summed. If so, all of these ranks must call this method.
         """
         if step is None:
             return 1.0 / self._group.world_size
@@ -466,7 +466,7 @@ class StepWeights:
 
     @torch.no_grad()
     def leave_out(self, step: LoaderStep, buckets: Sequence[GradientBucket]) -> bool:
-        """Set ``.grad`` to 0, and return True, if this rank trains alone and its step has no samples with weight.
+        """Set ``.grad`` to 0 and return True if this rank is training alone and no sample in its step has any weight.
 
         The gradient of a mean over no samples may be NaN. With several ranks, the sum is 0 without this.
         """
@@ -479,7 +479,7 @@ class StepWeights:
         return True
 
     def _of_all(self, own: list[float]) -> list[list[float]]:
-        """Exchange the weights of all ranks' micro-batches and return them by rank."""
+        """Exchange micro-batch weights with all ranks and return them in rank order."""
         told = torch.zeros(self._group.world_size, len(own), dtype=torch.float64)
         told[self._group.group.rank] = torch.tensor(own, dtype=torch.float64)
         self._consensus.announcer.wait(self._group.group.communicator.gradients.all_reduce(told))
@@ -488,7 +488,7 @@ class StepWeights:
 
 
 def refuse_weights(step: LoaderStep | None) -> None:
-    """Raise RuntimeError if the loop has set a weight for a micro-batch whose gradients are only accumulated."""
+    """Raise RuntimeError if the loop has set a weight for a micro-batch with gradients that are only accumulated."""
     if step is not None:
         step.backward = step.micro
     if step is not None and step.weighed:
@@ -500,9 +500,9 @@ def refuse_weights(step: LoaderStep | None) -> None:
 
 
 class SummingGroup:
-    """Group of ranks whose gradients are summed, which is this rank alone while replicas diverge.
+    """Group of ranks whose gradients are summed; this rank alone while replicas diverge.
 
-    A rank alone reduces nothing, and its ``.grad`` is the mean over its own samples.
+    A lone rank reduces nothing, and its ``.grad`` is the mean over its own samples.
     """
 
     def __init__(self, context: Run, model: Drift) -> None:
@@ -511,7 +511,7 @@ class SummingGroup:
 
     @property
     def drifts(self) -> bool:
-        """True while each rank updates its replica with local gradients only."""
+        """True while each rank is updating its replica with local gradients only."""
         return self.model.average is not None and self.model.on
 
     @property
@@ -520,5 +520,5 @@ class SummingGroup:
         return self.group.world_size if self.model.average is None or not self.model.on else 1
 
     def share(self, step: LoaderStep) -> float:
-        """Return the current micro-batch's weight in the step's mean or, if replicas diverge, in this rank's mean."""
+        """Return the current micro-batch's weight in the step's mean, or in this rank's mean if replicas diverge."""
         return step.own_weight(self.group.rank) if self.drifts else step.weight(self.group.rank)

@@ -1,4 +1,4 @@
-"""Optimizer steps on only the touched rows of tables, if this equals a step on the whole table (torch)."""
+"""Optimizer steps on just the touched rows of tables, if this equals a step on the entire table (torch)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from elastic_ray.sync.tables.table_gradient import TableGradient
 
 
 class RowSteps:
-    """Optimizer steps on only the touched rows of tables, if a zero gradient gives a zero update.
+    """Optimizer steps on just the touched rows of tables, if a zero gradient gives a zero update.
 
-    A step on rows is equivalent to a step on the whole table, but not always bit-identical. The choice between the
-    two must therefore not depend on anything that may differ between ranks, such as a user's hooks, which always see
-    dense gradients.
+    A step on rows is equivalent to a step on the entire table, but not always bit-identical. The choice between the two
+    must therefore not depend on anything that may differ between ranks, such as user hooks, which always see dense
+    gradients.
 
     A sparse momentum buffer grows by the rows of the gradient in each step, even if it already holds most of them.
-    Its duplicate rows are therefore merged after each step, in the same way on all ranks, and the buffer becomes
-    dense once it holds half of the table's rows. It also becomes dense before a step with a dense gradient (as after
-    a change of the strategy), which torch cannot add to a sparse buffer.
+    Duplicate rows are therefore merged after each step, in the same way on all ranks, and the buffer becomes dense once
+    it holds half of the table's rows. It also becomes dense before a step with a dense gradient (for example, after a
+    strategy change), because torch cannot add that to a sparse buffer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -33,16 +33,16 @@ class RowSteps:
         self._hooks: tuple[Any, Any] | None = None
 
     def adapt(self, tables: Sequence[TableGradient]) -> None:
-        """Set the tables of which only rows are stepped."""
+        """Set the tables whose touched rows alone are stepped."""
         self._tables = tables
         self.recheck()
 
     def recheck(self) -> None:
-        """Check sparse momentum buffers again in the next step, because the state or layout may have changed."""
+        """Check sparse momentum buffers again at the next step, because the state or layout may have changed."""
         self._looks, self.idle = True, False
 
     def stand_inside(self) -> None:
-        """Register hooks that show only rows to the optimizer's step, whereas all user hooks see whole tables."""
+        """Register hooks that show only rows to the optimizer's step, while all user hooks see entire tables."""
         # Also where there are no tables: a checkpoint of another strategy brings sparse buffers too.
         needed = bool(self._tables) or self._looks
         if needed and self._hooks is None:
@@ -91,7 +91,7 @@ _EXACT = (torch.optim.SGD, torch.optim.Adagrad)
 
 
 def _is_exact(group: Mapping[str, Any]) -> bool:
-    """True if sparse steps equal dense ones, so that rows with a zero gradient do not change."""
+    """True if sparse steps equal dense ones, i.e. rows with a zero gradient do not change."""
     moves_all = group.get("weight_decay", 0) or group.get("momentum", 0)
     return not (moves_all or group.get("fused") or group.get("differentiable"))
 
@@ -100,8 +100,7 @@ def _is_exact(group: Mapping[str, Any]) -> bool:
 def _suit_momentum(optimizer: torch.optim.Optimizer) -> bool:
     """Convert SGD's momentum buffers to a layout that torch can add to their gradients.
 
-    Returns True if any buffer is still sparse, and would have to be converted again if its gradient's layout
-    changes.
+    Returns True if any buffer is still sparse; it must be converted again if its gradient's layout changes.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return False

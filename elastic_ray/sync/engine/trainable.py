@@ -1,4 +1,4 @@
-"""Parameters of a model that are synchronised, and their profile for strategy builders (torch)."""
+"""Synchronised parameters of a model, and their profile for strategy builders (torch)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Trainable:
-    """Trainable parameters of a model, ordered by parameter group of its optimizer.
+    """Trainable parameters of a model, ordered by the optimizer's parameter groups.
 
-    A parameter that is unfrozen after the model was wrapped is included. A parameter that is frozen later stays
-    included, without local gradients, so that toggling ``requires_grad`` in every step costs nothing.
+    Parameters that are unfrozen after the model was wrapped are included. Parameters that are frozen later stay
+    included, without local gradients, so toggling ``requires_grad`` at every step has no cost.
 
     Raises ValueError if the optimizer holds parameters that do not belong to the module, or lacks trainable ones.
     """
@@ -40,13 +40,13 @@ class Trainable:
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
-        """Trainable parameters keyed by name, in the model's order; for divided parameters, this worker's part."""
+        """Trainable parameters keyed by name, in model order; for divided parameters, this worker's part."""
         left = {id(p): p for p in self.params}
         found = {name: left.pop(key) for name, key in self._places.items() if key in left}
         return {name: local(p) for name, p in found.items()}
 
     def check(self) -> None:
-        """Check that the model still has the parameters that it was wrapped with.
+        """Check that the model still has the parameters it was wrapped with.
 
         Raises ValueError if parameters were replaced or tied; the message names them.
         """
@@ -74,13 +74,13 @@ class Trainable:
         self._lay_out(wrapped=True)
 
     def drop_strangers(self) -> None:
-        """Drop gradients of parameters that are not synchronised yet, because ranks would have different gradients."""
+        """Drop the gradients of parameters that are not synchronised yet, because they would differ between ranks."""
         for p in self.left_out:
             if p.requires_grad:
                 p.grad = None
 
     def _lay_out(self, *, wrapped: bool) -> None:
-        """Sort the trainable parameters by group; raise ValueError if the optimizer holds different ones."""
+        """Sort the trainable parameters by group; raise ValueError if the optimizer's parameters are different."""
         order = {id(p): i for i, p in enumerate(self._module.parameters())}
         trained = self._known | {id(p) for p in self._module.parameters() if p.requires_grad}
         groups = [
@@ -115,7 +115,7 @@ class Trainable:
         self._sizes = [len(group["params"]) for group in self._optimizer.param_groups]
 
     def capture(self) -> dict[str, Any]:
-        """Return the names of the trainable and of the synchronised parameters, and all names by parameter group."""
+        """Return the names of trainable and synchronised parameters, and all names by parameter group."""
         names = {id(p): name for name, p in self._module.named_parameters()}
         return {
             "requires_grad": [name for name, p in self._module.named_parameters() if p.requires_grad],
@@ -124,7 +124,7 @@ class Trainable:
         }
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Apply the changes (unfrozen, frozen or added parameters) that other ranks made before this rank joined."""
+        """Apply the changes (unfrozen, frozen or added parameters) made by other ranks before this rank joined."""
         mine = dict(self._module.named_parameters())
         wanted = set(tree["requires_grad"])
         for name, p in mine.items():
@@ -138,17 +138,16 @@ class Trainable:
 class TrainedState(OptimizerState):
     """Optimizer state together with a record of the trained parameters.
 
-    Buckets are rebuilt when the record changes. If the state is divided among the ranks, only the common part is sent
-    and saved with it; see ``SharedOut``.
+    Buckets are rebuilt when the record changes. If the state is divided among the ranks, only its common part is sent
+    and saved; see ``SharedOut``.
 
     Args:
-        carried: Accumulated gradients that wait for an optimizer step; None if another optimizer's state includes
-            them.
-        divided: States of which each rank holds a part.
+        carried: Accumulated gradients waiting for an optimizer step; None if another optimizer's state includes them.
+        divided: States that are split, with each rank holding a part.
         in_unit: Whether parameters and their states may be divided within the unit (workers that share one replica).
 
     Attributes:
-        takes_unread: Whether ranks read only the parts of a checkpoint's complete states that they need.
+        takes_unread: Whether ranks read only the parts they need from a checkpoint's complete states.
     """
 
     takes_unread = True
@@ -189,7 +188,7 @@ class TrainedState(OptimizerState):
         return captured
 
     def capture_part(self, rank: int, world_size: int) -> Any:
-        """Return this rank's part of a checkpoint that all ranks write; see ``WrittenInParts``."""
+        """Return this rank's part of a checkpoint written by all ranks; see ``WrittenInParts``."""
         written = self._divided.written(rank)
         captured = self.capture_to_save() if written is None else self.capture()
         states = shared_out(captured["state"], rank, world_size)
@@ -200,7 +199,7 @@ class TrainedState(OptimizerState):
         return {**captured, "state": states} if rank == 0 else {"state": states}
 
     def capture_to_keep(self) -> Any:
-        """Return the state that all ranks share, and this rank's part of divided state, for a rerun in this process."""
+        """Return the state that all ranks share, and this rank's divided state, for another run in this process."""
         captured, kept = self.capture(), self._divided.kept()
         if "divided" not in captured:
             return captured
@@ -229,7 +228,7 @@ class TrainedState(OptimizerState):
 
 
 class LocalParameter:
-    """Stand-in for a distributed parameter that shows only its local part to buckets."""
+    """Stand-in for a distributed parameter that exposes only its local part to buckets."""
 
     def __init__(self, param: Any) -> None:
         self.whole = param
@@ -305,7 +304,7 @@ _ELEMENTWISE = (
 def profile_of(
     module: torch.nn.Module, groups: Sequence[Sequence[torch.nn.Parameter]], optimizer: torch.optim.Optimizer
 ) -> ModelProfile:
-    """Return the profile of a model for strategy builders."""
+    """Return a model's profile for strategy builders."""
     for layer in module.modules():
         if layer._forward_pre_hooks:
             switch_off(layer)
@@ -336,7 +335,7 @@ def profile_of(
 
 
 def layers_by_parameter(module: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
-    """Return the layers that hold each parameter, keyed by the parameter's ``id``."""
+    """Return the layers that hold each parameter, keyed by parameter ``id``."""
     layers: dict[int, list[torch.nn.Module]] = {}
     for layer in module.modules():
         for param in layer.parameters(recurse=False):
@@ -345,7 +344,7 @@ def layers_by_parameter(module: torch.nn.Module) -> dict[int, list[torch.nn.Modu
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
-    """Return the kinds of gradients that the optimizer can step; for torch's own, measured with torch 2.13."""
+    """Return the kinds of gradients that the optimizer can handle; measured with torch 2.13 for torch's own."""
     decays = any(group.get("weight_decay", 0) for group in optimizer.param_groups)
     takes = isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)) and not decays
     return OptimizerInfo(

@@ -1,7 +1,7 @@
-"""Statistics and strategies of a model that is divided among the workers of a unit, e.g. for tensor parallelism.
+"""Statistics and strategies for a model divided among the workers of a unit, e.g. for tensor parallelism.
 
-Estimates are linear in the squared norms, so each worker computes them for its part, and the unit adds them up. A
-parameter that several workers hold (same name, same gradient) is counted only on the first of them.
+Estimates are linear in the squared norms, so each worker computes them for its own part, and the unit adds them up. A
+parameter held by several workers (same name, same gradient) is counted only on the first of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NOTHING = Monitor()
 
 
 class UnitStatistics:
-    """Statistics of one model's backward passes on one worker of a unit (workers that share one replica)."""
+    """Statistics of a model's backward passes on one worker of a unit (workers that share a replica)."""
 
     def __init__(self, unit: UnitGroup, module: torch.nn.Module, statistics: GradientStatistics) -> None:
         self._unit, self._module, self._statistics = unit, module, statistics
@@ -40,7 +40,7 @@ class UnitStatistics:
         self._left_out: list[str] | None = None
 
     def adapt(self, buckets: Sequence[GradientBucket]) -> None:
-        """Measure the gradients in ``buckets``, except for parameters that other workers of the unit count."""
+        """Measure the gradients in ``buckets``, except for parameters counted by other workers in the unit."""
         self._buckets, self._left_out = buckets, self._statistics.noise.counted_elsewhere
         left_out = {id(p) for name, p in self._module.named_parameters() if name in (self._left_out or ())}
         for bucket in buckets:
@@ -48,22 +48,22 @@ class UnitStatistics:
                 bucket.count_elsewhere(left_out)
 
     def before_forward(self) -> None:
-        """Update the exclusion of parameters that other workers of the unit count, if their list has changed."""
+        """Update which parameters are excluded because other workers in the unit count them, if this has changed."""
         if self._left_out is not self._statistics.noise.counted_elsewhere:
             self.adapt(self._buckets)
 
     def due(self) -> float:
-        """Return the number of parameter groups if this step was measured and must still be summed, else 0."""
+        """Return the number of parameter groups if this step was measured but not summed yet, otherwise 0."""
         statistics = self._statistics
         return float(statistics.noise.groups if statistics.due and not statistics.added_up else 0)
 
     def add_up(self, due: Sequence[float], needed_by: Sequence[str]) -> None:
-        """Sum the measurements of the unit's workers after the gradients of a step have been averaged.
+        """Sum the measurements from the unit's workers after a step's gradients have been averaged.
 
         Args:
-            needed_by: Names of the settings that require the statistics; empty if there are none.
+            needed_by: Names of the settings that require the statistics; empty if no setting does.
 
-        Raises StrategyError if workers have different numbers of parameter groups, and a setting needs the statistics.
+        Raises StrategyError if a setting needs the statistics, but workers have different numbers of parameter groups.
         """
         statistics, unlike = self._statistics, len(set(due)) > 1
         statistics.added_up = True
@@ -85,7 +85,7 @@ class UnitStatistics:
             self._poll()
 
     def _poll(self) -> None:
-        """Determine which of this worker's parameters are also held by earlier workers of the unit."""
+        """Determine which of this worker's parameters are also held by earlier workers in the unit."""
         own = [number for signature in self._signatures() for number in signature]
         rows = _gather_all(self._unit, own)
         noise, mine = self._statistics.noise, self._unit.place.position
@@ -112,7 +112,7 @@ class UnitStatistics:
         return ((name, p) for name, p in self._module.named_parameters() if id(p) in held)
 
     def _signatures(self) -> Iterator[tuple[float, float, float, float]]:
-        """Yield a signature per parameter: its name's digest, and the size, norm and sum of its mean gradient."""
+        """Yield a signature for each parameter: its name's digest, and the size, norm and sum of its mean gradient."""
         held = list(self._held())
         grads = [None if p.grad is None else as_real(local(p.grad).detach()) for _, p in held]
         norms = read([0.0 if grad is None else torch.linalg.vector_norm(grad, dtype=_EXACT) for grad in grads])
@@ -122,7 +122,7 @@ class UnitStatistics:
 
 
 def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
-    """True if two workers' signatures agree in size and in a non-zero gradient, so the parameter is the same."""
+    """True if two workers' signatures have the same size and non-zero gradient, so the parameter is the same."""
     (_, size, norm, total), (_, other_size, other_norm, other_total) = one, other
     near = _CLOSE * norm * math.sqrt(size)
     return (
@@ -134,16 +134,16 @@ def _alike(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _gather_all(unit: UnitGroup, values: Sequence[float]) -> list[list[float]]:
-    """Return the values of all workers of the unit, which may have different numbers of them, padded by zeros."""
+    """Return the values from all workers in the unit, padded with zeros because their numbers may differ."""
     most = round(max(row[0] for row in unit.gather([float(len(values))])))
     return unit.gather([*values, *[0.0] * (most - len(values))])
 
 
 def why_not_in_units(plan: SyncPlan, params: Sequence[ParamInfo], held: Set[str]) -> str:
-    """Return why a model divided within a unit cannot use ``plan``, with a suggestion; empty if it can use it.
+    """Return why a model divided within a unit cannot use ``plan``, with a suggestion; empty if it can.
 
     Args:
-        held: Names of parameters that several workers of the unit hold and that must stay equal on them.
+        held: Names of parameters held by several workers in the unit, which must stay equal on these workers.
     """
     average = plan.strategy.average
     if average is not None and average.give_back:
@@ -167,14 +167,14 @@ def why_not_in_units(plan: SyncPlan, params: Sequence[ParamInfo], held: Set[str]
 
 
 def _mixed(bucket: BucketPlan, params: Sequence[ParamInfo], held: Set[str]) -> list[str]:
-    """Return the names of parameters in ``held`` whose compression depends on others in the bucket."""
+    """Return the names of parameters in ``held`` whose compression depends on other parameters in the bucket."""
     exact = isinstance(bucket.sync, Reduce) and bool(bucket.sync.wire.rank)  # for vectors
     own = [params[i] for i in bucket.params]
     return [p.name for p in own if not held.isdisjoint(p.names) and not (exact and len(p.shape) < 2)]
 
 
 def held_by_several(unit: UnitGroup, module: torch.nn.Module) -> frozenset[str]:
-    """Return the names of parameters of which several workers of a unit hold a whole copy; a collective of the unit."""
+    """Return the names of parameters fully held by several workers in a unit; called on each of its workers."""
     names = [name for name, p in module.named_parameters() if not _is_divided(p, unit.place.size)]
     rows = _gather_all(unit, [float(digest(name)) for name in names])
     elsewhere = {number for at, row in enumerate(rows) if at != unit.place.position for number in row}
@@ -182,7 +182,7 @@ def held_by_several(unit: UnitGroup, module: torch.nn.Module) -> frozenset[str]:
 
 
 def _is_divided(param: Any, workers: int) -> bool:
-    """True if each of the unit's workers holds its own elements of the parameter."""
+    """True if each worker in the unit holds its own elements of the parameter."""
     mesh = getattr(param, "device_mesh", None)
     if mesh is None or mesh.size() != workers:
         return False

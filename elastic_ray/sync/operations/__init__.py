@@ -1,1 +1,1 @@
-"""Operations that give all ranks the mean of a bucket's gradients (torch)."""
+"""Operations that compute the mean of a bucket's gradients for all ranks (torch)."""

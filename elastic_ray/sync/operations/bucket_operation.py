@@ -1,4 +1,4 @@
-"""Interfaces of buckets and their operations, as the gradient engine uses them."""
+"""Interfaces of buckets and their operations, as used by the gradient engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MeasuredGradient(Protocol):
-    """Protocol of gradients whose statistics are measured: those of one parameter group, or rows of a parameter."""
+    """Protocol for gradients with measured statistics: one parameter group's gradients, or rows of a parameter."""
 
     @property
     def index(self) -> int:
@@ -23,17 +23,17 @@ class MeasuredGradient(Protocol):
 
     @property
     def group(self) -> int:
-        """Index of the optimizer's parameter group to which the gradients belong."""
+        """Index of the optimizer's parameter group that the gradients belong to."""
 
     @property
     def sliced(self) -> bool:
-        """True if this rank holds only a part of the mean and other ranks hold the rest."""
+        """True if this rank holds only part of the mean and other ranks hold the rest."""
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return the factors by which the optimizer multiplies these gradients; None if they are 1."""
+        """Return the factors that the optimizer multiplies these gradients by; None if they are 1."""
 
     def squared_norm(self, preconditioner: Any) -> torch.Tensor:
-        """Return the squared norm of the gradients after multiplication by the preconditioner, as a scalar tensor."""
+        """Return the gradients' squared norm after multiplication by the preconditioner, as a scalar tensor."""
 
 
 GradientBucket: TypeAlias = "Bucket | SlicedBucket | RowBucket"
@@ -41,26 +41,26 @@ GradientBucket: TypeAlias = "Bucket | SlicedBucket | RowBucket"
 
 
 class BucketOperation(Protocol):
-    """Protocol of operations that sum one bucket's weighted gradients over all ranks, in rounds of collectives.
+    """Protocol for operations that sum a bucket's weighted gradients over all ranks, in rounds of collectives.
 
-    :meth:`launch` is called when backward has filled the bucket. Whenever all works of a round have ended,
-    :meth:`next_round` is called for all buckets in order, until it returns no works. State that an operation keeps
-    between steps changes in two phases: :meth:`commit` makes the outcome of a step final, and :meth:`void` discards it.
+    :meth:`launch` is called when backward has filled the bucket. Once all work in a round is done, :meth:`next_round`
+    is called for all buckets in order, until it returns no work objects. State kept by an operation between steps
+    changes in two phases: :meth:`commit` makes the outcome of a step final, and :meth:`void` discards it.
     """
 
     def launch(self, bucket: Any, group: GradientGroup) -> Sequence[Any]:
-        """Start the first round of collectives and return their works (handles to wait on)."""
+        """Start the first round of collectives and return their work objects (handles to wait on)."""
 
     def next_round(self, bucket: Any, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Start the next round after ``finished`` rounds and return its works; none once the bucket holds the sum."""
+        """Start the next round after ``finished`` rounds and return its work objects; none once the sum is complete."""
         return ()
 
     def commit(self) -> None:
-        """Make the changes that the step made to the operation's state (such as residuals) final."""
+        """Make the step's changes to the operation's state (such as residuals) final."""
         return
 
     def void(self) -> None:
-        """Discard the passes of the current step, and restore the operation's state from before the step."""
+        """Discard the current step's passes, and restore the operation's state to what it was before the step."""
         return
 
 
@@ -68,10 +68,10 @@ _FORMS = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class WireForm:
-    """Conversion of a flat buffer to the dtype in which it is sent, and back.
+    """Conversion of a flat buffer to the dtype used for sending, and back.
 
-    With fp16, a value above 65504 becomes infinite, and so does the sum on every rank. AMP's scaler then skips the
-    step and lowers its scale, as for an overflow under autocast.
+    With fp16, a value above 65504 becomes infinite, which makes the sum infinite on every rank. AMP's scaler then skips
+    the step and lowers its scale, as for an overflow under autocast.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -79,11 +79,11 @@ class WireForm:
         self._buffer: torch.Tensor | None = None
 
     def of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of the given dtype are sent, which is never wider."""
+        """Return the dtype used to send gradients of the given dtype; it is never wider."""
         return dtype if self._dtype is None or dtype.itemsize <= self._dtype.itemsize else self._dtype
 
     def pack(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the buffer to send: `flat` itself if it already has the right dtype, else an internal buffer."""
+        """Return the buffer to send: `flat` itself if it already has the right dtype, otherwise an internal buffer."""
         if self.of(flat.dtype) == flat.dtype:
             return flat
         if self._buffer is None or self._buffer.shape != flat.shape:
@@ -96,5 +96,5 @@ class WireForm:
             flat.copy_(self._buffer)
 
     def drop(self) -> None:
-        """Drop the internal buffer, because an abandoned collective may still write to it."""
+        """Drop the internal buffer, because an abandoned collective may still be writing to it."""
         self._buffer = None

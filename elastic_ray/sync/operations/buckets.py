@@ -1,4 +1,4 @@
-"""Flat buffers for the reduction of gradients, laid out equally on all ranks regardless of the order of hooks."""
+"""Flat buffers for reducing gradients, laid out identically on all ranks regardless of the order of hook calls."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ _gradient = operator.attrgetter("grad")
 
 
 class Bucket:
-    """Flat buffer for the gradients of some parameters that share a parameter group, dtype and device.
+    """Flat buffer for the gradients of parameters that share a parameter group, dtype and device.
 
-    Complex numbers are stored as two real ones. With ``shows``, ``.grad`` becomes a view of the buffer when a pass
+    Complex numbers are stored as two real numbers. With ``shows``, ``.grad`` becomes a view of the buffer when a pass
     fills it, so that gradients are in memory only once. A gradient that user code has assigned or still references
-    remains a separate tensor, into which the sum is copied. Memory is allocated at the first use and kept until
+    remains a separate tensor, and the sum is copied into it. Memory is allocated on first use and kept until
     :meth:`release`; a lone rank needs none.
 
     Args:
         shows: Whether ``.grad`` may be a view of the buffer, because only a plain all-reduce uses the buffer.
 
     Attributes:
-        complete: Whether the backward pass has reached all parameters, so that all have a gradient.
+        complete: Whether the backward pass has reached all parameters, so that each one has a gradient.
         is_summed_up: Whether :meth:`put` has computed the sum that shows whether this rank's gradients are finite.
         has_gradient: For each parameter, whether it had a gradient on this rank when the buffer was filled.
-        grads: Gradients in separate memory, into which the sum is copied; None for parameters without one.
+        grads: Gradients in separate memory that the sum is copied into; None for parameters without such a gradient.
         carried: Sum of the earlier micro-steps' gradients, in the layout of ``body``; None before the first
             accumulation.
         used: For each parameter, whether it had a gradient in any micro-step of an accumulation.
-        written: A parameter, the ``.grad`` that the step's reduction wrote to, and its version at that time.
-        additions: Number of times that the pass adds to that ``.grad``.
-        counted_elsewhere: Ranges of elements that statistics exclude.
+        written: A parameter, the ``.grad`` written by the step's reduction, and its version at that time.
+        additions: Number of times the pass adds to that ``.grad``.
+        counted_elsewhere: Ranges of elements excluded from statistics.
     """
 
     sliced = False  # each rank receives the whole mean
@@ -84,7 +84,7 @@ class Bucket:
 
     @functools.cached_property
     def memory(self) -> BucketMemory:
-        """Buffer and its views, allocated at the first use."""
+        """Buffer and its views, allocated on first use."""
         flat = torch.zeros(self.size + self._tail, dtype=self.dtype, device=self.params[0].device)
         return BucketMemory(flat, self.size, self.params)
 
@@ -98,9 +98,9 @@ class Bucket:
         """Start a backward pass; return the number of gradient elements that may stay in separate memory.
 
         Args:
-            first: Whether the pass is the first of its step; state of earlier steps is then discarded.
+            first: Whether the pass is the first in its step; state from earlier steps is then discarded.
             reduces: Whether the pass ends in a reduction.
-            accumulates: Whether the pass's gradients are added to those of other micro-steps.
+            accumulates: Whether the pass's gradients are added to other micro-steps' gradients.
         """
         self.complete, self.is_summed_up, self.additions, self._sum = True, False, 1, None
         if first:
@@ -120,7 +120,7 @@ class Bucket:
         return max(self.size >> 5, _LARGE)
 
     def _remove_from(self) -> None:
-        """Move gradients that lie in the buffer to separate memory."""
+        """Move gradients out of the buffer into separate memory."""
         if "memory" not in self.__dict__ or not self._may_show:
             return
         for param, view in zip(self.params, self.memory.views, strict=True):
@@ -128,7 +128,7 @@ class Bucket:
                 param.grad = view.clone()
 
     def adopt(self, places: Sequence[int]) -> None:
-        """Move new gradients of the parameters at these positions into the buffer, so that few are stored twice."""
+        """Move new gradients for the parameters at these positions into the buffer, so that few are stored twice."""
         taken = [place for place in places if not self._there[place]]
         params = [self.params[each] for each in taken]
         grads = [param.grad for param in params]
@@ -145,7 +145,7 @@ class Bucket:
             self._there[each] = True
 
     def add_again(self, param: torch.Tensor) -> None:
-        """Record that a nested backward pass adds to a gradient another time."""
+        """Record that a nested backward pass adds to a gradient again."""
         if self.written is not None and self.written[0] is param:
             self.additions += 1
 
@@ -154,13 +154,13 @@ class Bucket:
         self.complete = False
 
     def carry(self) -> None:
-        """Copy the gradients from the buffer to ``carried``, so that another micro-step can use the buffer."""
+        """Copy the gradients from the buffer to ``carried``, freeing the buffer for another micro-step."""
         if self.carried is None:
             self.carried = torch.empty_like(self.body)
         self.carried.copy_(self.body)
 
     def share(self, factor: float) -> torch.Tensor:
-        """Return a copy of the gradients multiplied by ``factor``, to be added to the buffer with :meth:`add`."""
+        """Return a copy of the gradients multiplied by ``factor``, for adding to the buffer with :meth:`add`."""
         return self.body * factor
 
     def carried_share(self, factor: float = 1.0) -> torch.Tensor | None:
@@ -176,15 +176,15 @@ class Bucket:
         self.body.add_(share)
 
     def add_vector(self, vector: torch.Tensor) -> None:
-        """Add a flat vector, in the layout of the buffer, to the buffer."""
+        """Add a flat vector with the same layout as the buffer to the buffer."""
         self.body.add_(vector)
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> FlatPreconditioner | None:
-        """Return the factors by which the optimizer multiplies the bucket's gradients; None if they are 1."""
+        """Return the factors that the optimizer multiplies the bucket's gradients by; None if they are 1."""
         return preconditioner(optimizer, [getattr(p, "whole", p) for p in self.params])
 
     def squared_norm(self, preconditioner: FlatPreconditioner | None) -> torch.Tensor:
-        """Return the squared norm of the buffer after multiplication by the preconditioner."""
+        """Return the buffer's squared norm after multiplication by the preconditioner."""
         body = self.memory.body
         whole = preconditioner is None and self.dtype is torch.float32
         found = torch.dot(body, body) if whole else squared_norm(body, preconditioner)
@@ -194,7 +194,7 @@ class Bucket:
         return found
 
     def count_elsewhere(self, params: Collection[int]) -> None:
-        """Exclude parameters (given by ``id``) from :meth:`squared_norm`, because another worker counts them."""
+        """Exclude parameters (given by ``id``) from :meth:`squared_norm`, because they count on another worker."""
         stops = list(itertools.accumulate(real_count(p) for p in self.params))
         starts = [0, *stops]
         self.counted_elsewhere = [
@@ -212,7 +212,7 @@ class Bucket:
         return bool(self.body.isfinite().all())
 
     def own_is_finite(self) -> bool:
-        """True if this rank's gradients are finite, including the gradients of earlier micro-steps."""
+        """True if this rank's gradients are finite, including gradients from earlier micro-steps."""
         if self._sum is not None:
             return math.isfinite(self._sum)
         tensors = [grad for grad in self.grads if grad is not None]
@@ -221,14 +221,14 @@ class Bucket:
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def put(self, weight: float, *, sums: bool = False) -> torch.Tensor | None:
-        """Copy this rank's gradients, multiplied by ``weight``, into the buffer.
+        """Copy this rank's gradients into the buffer, multiplied by ``weight``.
 
         Parameters without a gradient get zeros.
 
         Args:
             sums: Whether to compute the sum of this rank's gradients, if the reduction will overwrite them.
 
-        Returns the sum as a scalar tensor, which is not finite if any element is not; None if it was not computed.
+        Returns the sum as a scalar tensor, or None if it was not computed; it is not finite if any element is not.
 
         Raises RuntimeError if a gradient is sparse, or was removed within ``backward()``.
         """
@@ -275,7 +275,7 @@ class Bucket:
         check_gradients(self.params, [p.grad for p in self.params], complete=self.complete)
 
     def record_used(self) -> None:
-        """Record which parameters had a gradient, for later micro-steps of the same step."""
+        """Record which parameters had a gradient, for later micro-steps in the same step."""
         before = self.used or [False] * len(self.params)
         self.used = [used or had for used, had in zip(before, self.has_gradient, strict=True)]
 
@@ -302,10 +302,10 @@ class Bucket:
 
     @property
     def goes_on(self) -> bool:
-        """True if this pass has added to gradients that an earlier pass had reduced, without zeroing in between.
+        """True if this pass has added to gradients already reduced by an earlier pass, without zeroing in between.
 
-        This is detected because ``zero_grad`` either drops the tensor, or increases its version number more than the
-        pass does.
+        This can be detected because ``zero_grad`` either drops the tensor or increases its version number by more than
+        the pass does.
         """
         if self.written is None:
             return False
@@ -313,7 +313,7 @@ class Bucket:
         return param.grad is not None and param.grad is grad() and param.grad._version <= version + self.additions
 
     def replace_buffer(self) -> None:
-        """Allocate a new buffer, because an abandoned reduction or user code may still use the old one."""
+        """Allocate a new buffer, because an abandoned reduction or user code may still be using the old one."""
         before: BucketMemory | None = self.__dict__.get("memory")
         if before is None:
             return
@@ -325,11 +325,11 @@ class Bucket:
 
 
 class BucketMemory:
-    """Flat buffer of a bucket, with one view of the buffer per parameter.
+    """Flat buffer of a bucket, with a view into it for each parameter.
 
     Attributes:
         views: One view per parameter, each with its own version counter.
-        storage, users: Storage of the buffer, and its reference count while user code does not reference it.
+        storage, users: Storage of the buffer, and its reference count when user code does not reference it.
     """
 
     def __init__(self, flat: torch.Tensor, size: int, params: Sequence[torch.nn.Parameter]) -> None:
@@ -343,13 +343,13 @@ class BucketMemory:
 
 
 def _uses(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the reference counts of the tensor and of its storage."""
+    """Return the reference counts of a tensor and its storage."""
     return sys.getrefcount(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @functools.cache
 def _uses_of_free_gradients() -> tuple[int, int]:
-    """Return the reference counts of a gradient that only ``.grad`` and one variable hold."""
+    """Return the reference counts of a gradient held only by ``.grad`` and one variable."""
     param = torch.nn.Parameter(torch.zeros(1))
     with torch.enable_grad():
         (param * 1.0).sum().backward()  # type: ignore[no-untyped-call]
@@ -359,8 +359,8 @@ def _uses_of_free_gradients() -> tuple[int, int]:
 
 
 class AllReduceOperation(BucketOperation):
-    """All-reduce of a flat bucket with the control values in its tail; a stateless ``BucketOperation``."""
+    """All-reduce of a flat bucket and the control values in its tail; a stateless ``BucketOperation``."""
 
     def launch(self, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
-        """Launch the all-reduce of the whole buffer, including its tail."""
+        """Launch the all-reduce of the entire buffer, including its tail."""
         return (group.all_reduce(bucket.flat),)

@@ -31,22 +31,22 @@ _NOT_REDUCED = (
 
 
 def refuse_own(grads: Iterable[torch.Tensor | None]) -> None:
-    """Raise RuntimeError if any of these gradients, which were not averaged over the workers, is not zero."""
+    """Raise RuntimeError if any of these gradients is non-zero, because they were not averaged over the workers."""
     if any(grad is not None and (grad.layout != torch.strided or bool(grad.any())) for grad in grads):
         raise RuntimeError(_NOT_REDUCED)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """True if all elements are finite; a quick test of their sum, which may overflow, comes first."""
+    """True if all elements are finite; this first runs a quick test on their sum, which may overflow."""
     return math.isfinite(float(as_real(tensor).sum())) or bool(tensor.isfinite().all())
 
 
 class Finiteness:
-    """Deferred check that all tensors of a backward pass are finite, which waits for a GPU only once at the end.
+    """Deferred check that all tensors in a backward pass are finite, waiting for a GPU only once at the end.
 
     Args:
-        is_waited_for: Returns True for tensors to check immediately. For a tensor on a GPU, this waits for all queued
-            work of the GPU; by default, only CPU tensors are checked immediately.
+        is_waited_for: Returns True for tensors to check immediately. For a tensor on a GPU, this waits for all work
+            queued on that GPU; by default, only CPU tensors are checked immediately.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Finiteness:
         self._open: list[torch.Tensor] = []
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Add a tensor to the check; the tensor may change afterwards."""
+        """Add a tensor to the check; the tensor may be changed afterwards."""
         if not self._is_waited_for(tensor):
             self._open.append(tensor.isfinite().all())
         elif self._so_far:
@@ -74,9 +74,9 @@ class Finiteness:
 def check_gradients(
     params: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor | None], *, complete: bool
 ) -> None:
-    """Raise an error that explains a user's mistake by which gradients cannot be put into a bucket.
+    """Raise an error that explains a user mistake that prevents gradients from being put into a bucket.
 
-    Raises RuntimeError if a gradient is sparse, or a hook has removed it.
+    Raises RuntimeError if a gradient is sparse or was removed by a hook.
     """
     for param, grad in zip(params, grads, strict=True):
         if grad is None and complete:

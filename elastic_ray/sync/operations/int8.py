@@ -25,11 +25,11 @@ _AT_ONCE = 128  # blocks, which with what is made of them stay in a core's cache
 class Int8Compression(Compression):
     """All-reduce of gradients as 8-bit integers; implements ``Compression``.
 
-    The vector is divided into one share per rank. In an all-to-all, each rank sends every other rank its share in
-    8-bit integers. It sums the shares that it receives in float32 and rounds the sum again; then all ranks gather the
-    sums. With W ranks, each rank sends 2 (W - 1) / W bytes per element, compared with 8 (W - 1) / W for float32. A
-    rank's residual contains the errors of both of its roundings, so the residuals of all ranks sum to exactly the
-    error of the result.
+    The vector is divided into one share per rank. In an all-to-all, each rank sends every other rank its share as 8-bit
+    integers. It sums the shares it receives in float32 and rounds the sum again; then all ranks gather the sums. With W
+    ranks, each rank sends 2 (W - 1) / W bytes per element, compared with 8 (W - 1) / W for float32. A rank's residual
+    contains the errors from both of its roundings, so the residuals on all ranks sum to exactly the error in the
+    result.
 
     Blocks that contain a non-finite value become non-finite on all ranks.
     """
@@ -40,7 +40,7 @@ class Int8Compression(Compression):
         self._rank = 0
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
-        """Launch the all-to-all in which each rank sends every other rank its share of the vector."""
+        """Launch the all-to-all that sends each rank its share of every other rank's vector."""
         world, self._rank = group.world_size, group.rank
         blocks = -(-vector.numel() // (BLOCK * world))
         if self._work.shape != (world, blocks, BLOCK):
@@ -56,7 +56,7 @@ class Int8Compression(Compression):
     def next_round(
         self, vector: torch.Tensor, left_out: torch.Tensor, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
-        """Launch the all-gather of the summed shares after round 1; after round 2, write the result to ``vector``."""
+        """After round 1, launch the all-gather of the summed shares; after round 2, write the result to ``vector``."""
         blocks = self._work.shape[1]
         if finished == 1:
             share = torch.zeros(1, blocks, BLOCK, dtype=torch.float32, device=vector.device)
@@ -73,14 +73,14 @@ class Int8Compression(Compression):
         return ()
 
     def void(self) -> None:
-        """Drop the buffers of the current pass, to which abandoned collectives may still write."""
+        """Drop the current pass's buffers, because abandoned collectives may still be writing to them."""
         self._work = torch.empty(0)
 
 
 def _quantise(values: torch.Tensor, packed: torch.Tensor) -> None:
     """Quantise [ranks, blocks, BLOCK] float32 into [ranks, blocks * (BLOCK + 4)] bytes.
 
-    In each row the numbers come first, then the blocks' scales. ``values`` keeps the rounding error.
+    Each row contains the numbers, followed by the blocks' scales. ``values`` keeps the rounding error.
     """
     blocks = values.shape[1]
     for row, place in zip(values, packed, strict=True):

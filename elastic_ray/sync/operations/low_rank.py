@@ -22,7 +22,7 @@ _AT_ONCE = 1 << 16  # elements, which with what is made of them stay in a core's
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Matrix:
-    """Parameter that is sent as two factors."""
+    """Parameter sent as two factors."""
 
     place: int
     first: int
@@ -38,10 +38,10 @@ class _Matrix:
 class LowRankCompression(Compression):
     """All-reduce of matrices in low-rank factors (PowerSGD); implements ``Compression``.
 
-    The matrix M = sum_r M_r is approximated by one step of subspace iteration, which starts from the previous step's
-    factor Q. Q is equal on all ranks: P = orthonormal basis of sum_r M_r Q; Q' = sum_r M_r^T P; M ~ P Q'^T. Rank r's
-    residual is M_r - P Q'^T / W, so that the residuals of W ranks sum to the error of M. One-dimensional tensors, and
-    matrices whose factors would have more than half of their elements, are sent uncompressed with P. Rows of Q^T that
+    The matrix M = sum_r M_r is approximated by one step of subspace iteration, starting from the previous step's factor
+    Q. Q is the same on all ranks: P = orthonormal basis of sum_r M_r Q; Q' = sum_r M_r^T P; M ~ P Q'^T. Rank r's
+    residual is M_r - P Q'^T / W, so that the residuals on W ranks sum to the error in M. One-dimensional tensors, and
+    matrices whose factors would have more than half as many elements, are sent uncompressed with P. Rows of Q^T that
     become zero keep their old values, because the iteration cannot recover from zero.
     """
 
@@ -56,7 +56,7 @@ class LowRankCompression(Compression):
         self._first = self._second = torch.empty(0, dtype=torch.float32)
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
-        """Launch the all-reduce of the factor P of all matrices, and of the tensors that are not compressed."""
+        """Launch the all-reduce of P for all matrices, together with the tensors that are not compressed."""
         if self._laid_out != vector.numel():
             self._lay_out(params, vector)
         factors = self._fresh or self._factors
@@ -71,7 +71,7 @@ class LowRankCompression(Compression):
     def next_round(
         self, vector: torch.Tensor, left_out: torch.Tensor, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
-        """Launch the all-reduce of Q for all matrices after round 1; after round 2, write the result to ``vector``."""
+        """After round 1, launch the all-reduce of Q for all matrices; after round 2, write the result to ``vector``."""
         if finished == 1 and self._matrices:
             self._second = vector.new_empty(sum(m.rank * m.columns for m in self._matrices))
             self._fresh = self._cut_second()
@@ -93,12 +93,12 @@ class LowRankCompression(Compression):
         return ()
 
     def commit(self) -> None:
-        """Keep the factors of the last pass as the starting point of the next one."""
+        """Keep the last pass's factors as the starting point for the next pass."""
         if self._fresh:
             self._factors, self._fresh = self._fresh, []
 
     def void(self) -> None:
-        """Discard the factors of the last pass."""
+        """Discard the last pass's factors."""
         self._fresh = []
 
     def factors(self) -> dict[int, torch.Tensor]:
@@ -111,7 +111,7 @@ class LowRankCompression(Compression):
         self._laid_out = 0
 
     def _lay_out(self, params: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
-        """Determine which parameters to compress, and initialise their factors equally on all ranks."""
+        """Determine which parameters to compress, and initialise their factors identically on all ranks."""
         self._matrices, self._whole, self._factors, self._fresh = [], [], [], []
         first = 0
         for place, param in enumerate(params):
@@ -127,7 +127,7 @@ class LowRankCompression(Compression):
         self._laid_out = vector.numel()
 
     def _beginning(self, place: int, rank: int, columns: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the factor that was given for this matrix, or a random one seeded by the matrix's position."""
+        """Return the factor given for this matrix, or a random factor seeded by the matrix's position."""
         given = self._given.get(place)
         if given is not None and given.shape == (rank, columns):
             return given.to(like)
@@ -135,7 +135,7 @@ class LowRankCompression(Compression):
         return torch.randn(rank, columns, generator=generator, dtype=torch.float32).to(like)
 
     def _bases(self) -> list[torch.Tensor]:
-        """Return P of each matrix as views of the first round's buffer."""
+        """Return P for each matrix, as views of the first round's buffer."""
         sizes = [m.rows * m.rank for m in self._matrices]
         pieces = torch.split(self._first[: sum(sizes)], sizes)
         return [piece.view(m.rows, m.rank) for m, piece in zip(self._matrices, pieces, strict=bool(sizes))]
@@ -145,7 +145,7 @@ class LowRankCompression(Compression):
         return [piece.view(m.rank, m.columns) for m, piece in zip(self._matrices, pieces, strict=True)]
 
     def _copy_whole(self, vector: torch.Tensor, *, back: bool) -> None:
-        """Copy the uncompressed tensors into the buffer of the first round, or back from it."""
+        """Copy the uncompressed tensors into the first round's buffer, or back from it."""
         position = sum(m.rows * m.rank for m in self._matrices)
         for each in self._whole:
             mine, place = vector[each], self._first[position : position + each.stop - each.start]
@@ -179,7 +179,7 @@ def product_of(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[slice,
     """Yield the product of two matrices, [rows, rank] and [rank, columns], in blocks of rows.
 
     Yields:
-        Each range of rows with its product. All blocks share the same memory, so that it stays in the CPU's cache.
+        Each range of rows with its product. All blocks reuse the same memory, so that it stays in the CPU's cache.
     """
     rows, columns = left.shape[0], right.shape[1]
     several = rows if left.is_cuda else min(rows, max(1, _AT_ONCE // max(1, columns)))
@@ -195,7 +195,7 @@ def product_of(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[slice,
 
 
 def _sums(vectors: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each row, [..., 1], by adding halves until one element is left. Overwrites `vectors`."""
+    """Return the sum of each row, [..., 1], by adding halves until a single element is left; overwrites `vectors`."""
     size = vectors.shape[-1]
     while size > 1:
         half = size // 2

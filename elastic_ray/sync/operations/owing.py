@@ -1,4 +1,4 @@
-"""Operations that send a part of the gradients later: residuals, and compression with error feedback (torch)."""
+"""Operations that send part of the gradients later: residuals, and compression with error feedback (torch)."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Owed:
-    """Part of a gradient that was not sent yet (its residual)."""
+    """Part of a gradient that has not been sent yet (its residual)."""
 
     flat: torch.Tensor | None  # it, as one vector; None for nothing
     scale: float  # AMP's loss scale that is in it
 
 
 class Residual:
-    """Residual of one bucket: the part of its gradients that compression has not sent yet.
+    """Residual of one bucket: the part of its gradients that has not been sent yet because of compression.
 
-    Each pass adds the residual to its gradients, and leaves a new residual with its own error. After the passes of a
-    step, :meth:`commit` makes their outcome final, and :meth:`void` restores the last committed residual.
+    Each pass adds the residual to its gradients and leaves a new residual, its own error. After a step's passes,
+    :meth:`commit` makes their outcome final, and :meth:`void` restores the last committed residual.
 
-    Before a change of group, :meth:`fold` stores the sum over all ranks. It is kept together with this rank's
-    residual until the first pass in the next group, so that a change that fails half-way can continue from either.
+    Before a group change, :meth:`fold` stores the sum over all ranks. It is kept along with this rank's residual until
+    the first pass in the next group, so that a change that fails halfway can continue from either.
     """
 
     def __init__(self) -> None:
@@ -42,17 +42,17 @@ class Residual:
 
     @property
     def in_use(self) -> bool:
-        """True if there is a residual (unsent part of the gradients) that the next pass must add."""
+        """True if the next pass must add a residual (unsent part of the gradients)."""
         return self.owed is not None or self.folded is not None
 
     def add_to(self, flat: torch.Tensor, scale: float) -> None:
-        """Add the residual (unsent gradients), multiplied by ``scale``, to ``flat``, the gradients of a new pass."""
+        """Add the residual (unsent gradients), multiplied by ``scale``, to ``flat``, a new pass's gradients."""
         owed = self._start_pass()
         if owed is not None and owed.flat is not None:
             flat.add_(owed.flat, alpha=scale / owed.scale)
 
     def take(self, scale: float) -> torch.Tensor | None:
-        """Return the residual (unsent gradients) x ``scale``, for a pass without gradients; None if there is none."""
+        """Return the residual (unsent gradients) x ``scale``, for a pass without gradients; None if it has none."""
         owed = self._start_pass()
         return None if owed is None or owed.flat is None else owed.flat * (scale / owed.scale)
 
@@ -62,16 +62,16 @@ class Residual:
         return self._latest or self.owed
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Return uninitialised memory, shaped like ``like``, for the residual of a pass."""
+        """Return uninitialised memory, shaped like ``like``, for a pass's residual."""
         spare, self._spare = self._spare, None
         return spare if spare is not None and spare.shape == like.shape else torch.empty_like(like)
 
     def leave(self, flat: torch.Tensor | None, scale: float) -> None:
-        """Set the residual of a pass to ``flat`` (None: no residual), which includes AMP's loss scale ``scale``."""
+        """Set a pass's residual to ``flat`` (None for no residual), which includes AMP's loss scale ``scale``."""
         self._fresh = Owed(flat, scale)
 
     def drop(self) -> None:
-        """Drop the residual (unsent gradients) of the last pass."""
+        """Drop the last pass's residual (unsent gradients)."""
         self._fresh = None
 
     def commit(self) -> None:
@@ -83,28 +83,28 @@ class Residual:
         self._latest = self._fresh = None
 
     def void(self) -> None:
-        """Discard the step's passes, and restore the residual (unsent gradients) from before the step."""
+        """Discard the step's passes, and restore the residual (unsent gradients) to its state before the step."""
         self._latest = self._fresh = None
 
     def fold(self, total: torch.Tensor) -> None:
-        """Store ``total``, the sum of all ranks' residuals without a loss scale, before the ranks leave their group."""
+        """Store ``total``, the sum of all ranks' residuals without loss scale, before the ranks leave their group."""
         self.folded = total
 
     def share(self, ranks: int) -> None:
-        """Set the residual to an equal part of the stored sum, in a new group of ``ranks`` ranks."""
+        """Set the residual to an equal share of the stored sum, in a new group of ``ranks`` ranks."""
         total = self.folded
         if total is not None:
             self.become(total / ranks)
             self.folded = total
 
     def become(self, flat: torch.Tensor | None) -> None:
-        """Set the residual to ``flat``, which includes no loss scale; None removes the residual."""
+        """Set the residual to ``flat``, which does not include a loss scale; None removes the residual."""
         self._latest = self._fresh = self._spare = self.folded = None
         self.owed = None if flat is None else Owed(flat, 1.0)
 
 
 class OwingOperation(BucketOperation):
-    """Base class of operations that send a part of the gradients (the residual) only with a later pass."""
+    """Base class for operations that send part of the gradients (the residual) only in a later pass."""
 
     def __init__(self) -> None:
         self.residual = Residual()
@@ -115,7 +115,7 @@ class OwingOperation(BucketOperation):
 
         Args:
             plain: Whether to send the gradients uncompressed and without the residual, for statistics.
-            scale: AMP's loss scale, by which the gradients are multiplied.
+            scale: AMP's loss scale, which the gradients are multiplied by.
         """
         self._plain, self._scale = plain, scale
 
@@ -123,7 +123,7 @@ class OwingOperation(BucketOperation):
         """Add the residual to ``.grad`` if this rank's gradients are not reduced and all parameters have gradients.
 
         Args:
-            scale: Factor of the residual: AMP's loss scale, times the number of ranks.
+            scale: Factor for the residual: AMP's loss scale times the number of ranks.
         """
         owed = self.residual.owed
         if owed is None or owed.flat is None or any(p.grad is None for p in bucket.params):
@@ -143,16 +143,16 @@ class OwingOperation(BucketOperation):
         self.residual.commit()
 
     def void(self) -> None:
-        """Discard the step's passes, and restore the residual (unsent gradients) from before the step."""
+        """Discard the step's passes, and restore the residual (unsent gradients) to its state before the step."""
         self.residual.void()
 
     def drop(self) -> None:
-        """Drop the outcome of the last pass, whose sum was not finite."""
+        """Drop the outcome of the last pass, because its sum was not finite."""
         self.residual.drop()
 
 
 class SettlingOperation(OwingOperation):
-    """Wrapper of an operation that also sends, once, the gradients that the previous strategy left unsent."""
+    """Wrapper for an operation that also sends, once, the gradients left unsent by the previous strategy."""
 
     def __init__(self, operation: BucketOperation) -> None:
         super().__init__()
@@ -179,33 +179,33 @@ class SettlingOperation(OwingOperation):
 
 
 class Compression(Protocol):
-    """Protocol of sums of vectors over all ranks that are approximate, and send less data than exact sums."""
+    """Protocol for approximate sums of vectors over all ranks, which send less data than exact sums."""
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientGroup) -> Sequence[Any]:
-        """Start the first round, and return its works; ``params`` give the shapes of the parts of ``vector``."""
+        """Start the first round and return its work objects; ``params`` give the shapes of the parts of ``vector``."""
 
     def next_round(
         self, vector: torch.Tensor, left_out: torch.Tensor, group: GradientGroup, finished: int
     ) -> Sequence[Any]:
-        """Start the next round after ``finished`` rounds, and return its works; none once ``vector`` holds the sum.
+        """Start the next round after ``finished`` rounds and return its work objects; none once ``vector`` is the sum.
 
         The sum is bitwise identical on all ranks. ``left_out`` then holds this rank's residual; adding the residuals
         of all ranks to the sum gives the exact sum.
         """
 
     def commit(self) -> None:
-        """Make the outcome of the step final; any low-rank factors are the starting point of the next step."""
+        """Make the outcome of the step final; any low-rank factors become the next step's starting point."""
         return
 
     def void(self) -> None:
-        """Discard the last pass, whose collectives may have been abandoned, or whose sum was not finite."""
+        """Discard the last pass, because its collectives may have been abandoned or its sum was not finite."""
 
     def factors(self) -> dict[int, torch.Tensor]:
-        """Return the low-rank factors, equal on all ranks, keyed by the parameter's position in the bucket."""
+        """Return the low-rank factors, the same on all ranks, keyed by the parameter's position in the bucket."""
         return {}
 
     def set_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """Use the given low-rank factors as the starting point of the next step."""
+        """Use the given low-rank factors as the next step's starting point."""
         return
 
 

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class PartitionedReduceOperation(BucketOperation):
-    """All-reduce of one bucket, in several concurrent parts or in a smaller dtype; a stateless ``BucketOperation``.
+    """All-reduce of a bucket in several concurrent parts or in a smaller dtype; a stateless ``BucketOperation``.
 
-    Along the first axis, the flat buffer is divided as it is. Along another axis, each tensor is cut into slices, and
-    the i-th slices of all tensors are packed together. If a tensor's axis is shorter than ``parts``, it is cut into
-    as many slices as possible.
+    Along the first axis, the flat buffer is divided directly. Along another axis, each tensor is cut into slices, and
+    the i-th slices of all tensors are packed together. If a tensor's axis is shorter than ``parts``, it is cut into as
+    many slices as it allows.
     """
 
     def __init__(self, parts: int, axis: int, seed: int, places: Sequence[int], form: WireForm) -> None:
@@ -82,9 +82,9 @@ def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> in
     """Return the axis along which to divide a tensor; 0 for a tensor without dimensions.
 
     Args:
-        axis: Value of ``Reduce.axis``. A tensor with fewer dimensions uses its last one. With -1, one of the axes that
-            can be divided is drawn from ``seed`` (AutoDist: RandomAxisPartitionAR).
-        place: Position of the tensor in the model, which makes the choice differ between tensors.
+        axis: Value of ``Reduce.axis``. For a tensor with fewer dimensions, the last one is used. With -1, one of the
+            divisible axes is drawn from ``seed`` (AutoDist: RandomAxisPartitionAR).
+        place: Position of the tensor in the model; makes the choice differ between tensors.
     """
     if axis >= 0:
         return max(0, min(axis, len(shape) - 1))
@@ -93,7 +93,7 @@ def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> in
 
 
 class OwnerOperation(BucketOperation):
-    """Reduction to an owner, and broadcast of the result; it has no state that could be lost with the owner."""
+    """Reduction to an owner, and broadcast of the result; it keeps no state that could be lost with the owner."""
 
     def __init__(self, owner: int, form: WireForm) -> None:
         self._owner, self._form = owner, form
@@ -105,7 +105,7 @@ class OwnerOperation(BucketOperation):
         return (group.reduce(self._sent, self._owner),)
 
     def next_round(self, bucket: GradientBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Launch the owner's broadcast of the sum after the first round; after the second, copy it into the bucket."""
+        """After the first round, launch the owner's broadcast of the sum; after the second, copy it into the bucket."""
         if finished == 1 and self._sent is not None:
             return (group.broadcast(self._sent, self._owner),)
         self._form.unpack(bucket.flat_gradient())

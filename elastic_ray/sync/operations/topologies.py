@@ -1,10 +1,9 @@
-"""All-reduces with a selectable topology, which defines the rounds of transfers between ranks (torch).
+"""All-reduces with a selectable topology that defines the rounds of transfers between ranks (torch).
 
-KungFu (OSDI 2020) makes the topology of an all-reduce a parameter that adaptation policies change. Here, a
-topology is a schedule of rounds that is equal on all ranks. On CPUs, a round is the sends and receives of ranks that
-exchange something. On GPUs, it is one ``all_to_all``, which NCCL orders with its other collectives. Each sum is
-computed by one rank and then copied, or by two ranks from the same two parts, so that all ranks have bit-identical
-results.
+In KungFu (OSDI 2020), the topology of an all-reduce is a parameter that adaptation policies can change. Here, a
+topology is a schedule of rounds, the same on all ranks. On CPUs, a round consists of sends and receives between the
+ranks that exchange data. On GPUs, it is one ``all_to_all``, which NCCL orders with its other collectives. Each sum is
+computed by one rank and then copied, or by two ranks from the same two parts, so all ranks get bit-identical results.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ Span = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Transfers of an all-reduce that happen at the same time.
+    """Transfers in an all-reduce that happen at the same time.
 
     Attributes:
         transfers: Part of the vector to send, keyed by (source rank, destination rank).
-        adds: Whether the destination adds received parts to its own part (in the order of sources) or replaces it.
+        adds: Whether the destination adds received parts to its own part (in source order) instead of replacing it.
     """
 
     transfers: Mapping[tuple[int, int], Span]
@@ -42,16 +41,16 @@ class Round:
 
 
 def cut(span: Span, parts: int) -> list[Span]:
-    """Divide a span into ``parts`` consecutive spans whose lengths differ by at most one element."""
+    """Divide a span into ``parts`` consecutive spans with lengths that differ by at most one element."""
     begin, end = span
     edges = [begin + (end - begin) * i // parts for i in range(parts + 1)]
     return list(itertools.pairwise(edges))
 
 
 def ring(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return the 2 (W - 1) rounds of a ring of W ranks, in which each rank sends only to the next one.
+    """Return the 2 (W - 1) rounds of a ring of W ranks, with each rank sending only to the next one.
 
-    A ring sends the fewest bytes per link. ``nodes[r]`` is the node of rank r; ranks on the same node are neighbours.
+    A ring sends the fewest bytes per link. ``nodes[r]`` is rank r's node; ranks on the same node are neighbours.
     ``size`` is the number of elements. Source: Patarasuk and Yuan, J. of Parallel and Distributed Computing 69(2),
     2009.
     """
@@ -66,9 +65,9 @@ def ring(nodes: Sequence[int], size: int) -> list[Round]:
 
 
 def tree(nodes: Sequence[int], size: int) -> list[Round]:
-    """Return the 2 ceil(log2 W) rounds of a binomial tree of W ranks, which suits small buckets; see :func:`ring`.
+    """Return the 2 ceil(log2 W) rounds of a binomial tree of W ranks, suited to small buckets; see :func:`ring`.
 
-    Sums travel up to the root, and the result down again. Ranks on the same node exchange data first.
+    Sums travel up to the root, and the result travels back down. Ranks on the same node exchange data first.
     """
     order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
     up, stride = [], 1
@@ -95,10 +94,10 @@ def star(nodes: Sequence[int], size: int) -> list[Round]:
 def two_level(nodes: Sequence[int], size: int) -> list[Round]:
     """Return rounds that sum within nodes, then between nodes, and copy the result within nodes; see :func:`ring`.
 
-    Each node sends the bucket only once. The bucket is cut into as many slices as the smallest node has ranks. On each
-    node, one rank is responsible for each slice. These ranks sum their slice within the node, then among their
-    counterparts on other nodes, and send it to all ranks of their node. Two counterparts exchange their slices, and
-    both add. More of them reduce-scatter the slice and gather the results, which takes two rounds.
+    Each node sends the bucket only once. The number of slices is the number of ranks on the smallest node. On each
+    node, one rank is responsible for each slice. This rank sums the slice within the node, then with its counterparts
+    on other nodes, and sends it to all ranks on its node. Two counterparts exchange their slices, and both add them.
+    More than two reduce-scatter the slice and gather the results, which takes two rounds.
     """
     members = [[rank for rank, node in enumerate(nodes) if node == each] for each in sorted(set(nodes))]
     slices = cut((0, size), min(map(len, members)))
@@ -132,10 +131,10 @@ SCHEDULES: Mapping[str, Callable[[Sequence[int], int], list[Round]]] = MappingPr
 
 
 class RoutedReduceOperation:
-    """Sum of a flat bucket and its tail by a schedule of rounds; a stateless ``BucketOperation``.
+    """Sum of a flat bucket and its tail, following a schedule of rounds; a stateless ``BucketOperation``.
 
-    On CPUs, ranks send only to those that receive something, and one thread a bucket goes through the rounds. On GPUs,
-    each round is one ``all_to_all``.
+    On CPUs, ranks send only to ranks that receive data, and one thread per bucket runs the rounds. On GPUs, each round
+    is one ``all_to_all``.
 
     Args:
         topology: Name of a topology in :data:`SCHEDULES`.
@@ -165,7 +164,7 @@ class RoutedReduceOperation:
         return (group.in_background(transfer, len(self._rounds), sent * flat.itemsize),)
 
     def next_round(self, bucket: Bucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Add or copy the parts received in the last round, and start the next round."""
+        """Add or copy the parts received in the last round and start the next round."""
         if not bucket.flat.is_cuda:
             return ()
         for (begin, end), part in self._coming:
@@ -175,7 +174,7 @@ class RoutedReduceOperation:
         return self._start(finished, bucket, group) if finished < len(self._rounds) else ()
 
     def _start(self, number: int, bucket: Bucket, group: GradientGroup) -> Sequence[Any]:
-        """Start a round; return its only work."""
+        """Start a round and return its only work object."""
         flat, moved = bucket.flat, self._rounds[number].transfers
         out = [moved.get((group.rank, peer), (0, 0)) for peer in range(group.world_size)]
         into = [moved.get((peer, group.rank), (0, 0)) for peer in range(group.world_size)]
@@ -191,18 +190,18 @@ class RoutedReduceOperation:
         """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
-        """Drop buffers to which an abandoned collective may still write; the operation has no other state."""
+        """Drop buffers that an abandoned collective may still be writing to; the operation has no other state."""
         self._coming = []
 
 
 def exchange(rounds: Sequence[Round], flat: torch.Tensor, rank: int, group: Any, tag: int) -> None:
-    """Go through all rounds of a rank, with the sends and receives of torch's process group ``group``.
+    """Run all of a rank's rounds, using the sends and receives of torch's process group ``group``.
 
-    All receives start at once, so that no sender waits for word that the receiver is ready. Copied parts arrive in
-    their place: their sum contains what was there, which has therefore been sent.
+    All receives start at once, so that no sender waits for its receiver to be ready. Copied parts are received in
+    place: their sum includes the values there, which have therefore been sent.
 
     Args:
-        tag: First of the tags of this exchange, one for each round.
+        tag: First of this exchange's tags; each round uses one tag.
 
     Raises RuntimeError if a peer is gone, or the group's timeout has passed.
     """

@@ -1,1 +1,1 @@
-"""Optimizer state that is divided into tiles, whose owners send updated parameters to all ranks."""
+"""Optimizer state divided into tiles, whose owners send updated parameters to all ranks."""

@@ -1,4 +1,4 @@
-"""Part of a model's optimizer state that one rank holds, and its moves when the group changes (torch)."""
+"""Part of a model's optimizer state held by one rank, and its moves when the group changes (torch)."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ Owners = tuple[tuple[int, ...], ...]
 
 
 def needed_at_once(moves: Sequence[Move], target: Owners, held: Sequence[Set[int]]) -> tuple[Move, ...]:
-    """Return the moves needed before the next step: those to a tile's first owner that holds no tiles yet."""
+    """Return the moves needed before the next step, i.e. moves to a tile's first owner that holds no tiles yet."""
     return tuple(move for move in moves if not held[move.destination] and target[move.tile][0] == move.destination)
 
 
 def moved(moves: Sequence[Move], held: Sequence[Set[int]]) -> list[frozenset[int]]:
-    """Return the tiles that each rank holds after the moves, given the tiles ``held`` by each rank before."""
+    """Return the tiles each rank holds after the moves, given the tiles ``held`` by each rank before them."""
     return [
         frozenset(tiles) | {move.tile for move in moves if move.destination == rank} for rank, tiles in enumerate(held)
     ]
 
 
 def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
-    """Return temporary owners: a planned owner that lacks a tile is replaced by another rank that holds it.
+    """Return temporary owners, with any planned owner that lacks a tile replaced by another rank that holds it.
 
     Args:
-        held: Tiles that each rank holds; each tile must be held by at least one rank.
+        held: Tiles held by each rank; at least one rank must hold each tile.
     """
     found = []
     for tile, wanted in enumerate(target):
@@ -52,10 +52,10 @@ def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
 
 
 def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int) -> tuple[Move, ...]:
-    """Return the next few moves: each rank that lacks tiles receives one tile, or several if they are small.
+    """Return the next few moves, where each rank that lacks tiles receives one tile, or several small ones.
 
     Args:
-        most: Limit on the total size that a rank receives if it receives several tiles, in the unit of ``sizes``.
+        most: Limit on the total size a rank receives if it receives several tiles, in the same unit as ``sizes``.
     """
     ranks = range(1 + max(rank for mine in (*target, *present) for rank in mine))
     received, sent = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
@@ -73,7 +73,7 @@ def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Everyone:
-    """Tiles that each rank of a group holds, with flags that are equal on all ranks."""
+    """Tiles held by each rank in a group, with flags that are the same on all ranks."""
 
     tiles: list[frozenset[int]]
     unpublished: bool  # whether one lacks parameters of the last update
@@ -82,7 +82,7 @@ class Everyone:
 
     @property
     def senders(self) -> list[int]:
-        """Rank that sends each tile to others: the lowest rank that holds the tile."""
+        """Rank that sends each tile to others, i.e. the lowest rank that holds the tile."""
         count = len(frozenset().union(*self.tiles))
         return [next(rank for rank, tiles in enumerate(self.tiles) if tile in tiles) for tile in range(count)]
 
@@ -90,7 +90,7 @@ class Everyone:
 class TileHolder:
     """Holder of this rank's part of the optimizer state: some tiles (parts), the complete state, or nothing.
 
-    Tiles are kept in :attr:`held`, the complete state in the optimizer.
+    Tiles are kept in :attr:`held`, and the complete state is kept in the optimizer.
 
     Methods that communicate raise CommunicationFailedError if the group breaks; the rank then keeps its state.
     """
@@ -113,14 +113,14 @@ class TileHolder:
         self._copies = 1
 
     def adopt(self, tiling: Tiling | None) -> None:
-        """Adopt another tiling (None: no tiles), while this rank holds either the complete state or nothing."""
+        """Adopt another tiling (None for no tiles) while this rank holds either the complete state or nothing."""
         known = dict(self._module.named_parameters(remove_duplicate=False))
         self.tiling = tiling
         self.params = {name: known[name] for name in tiling.names} if tiling is not None else {}
         self.stored.adapt(self.params.values())
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return the spans of each parameter, in order, with the ranks that own them in the current group."""
+        """Return each parameter's spans, in order, with the ranks that own them in the current group."""
         found: dict[int, list[OwnedSpan]] = {id(param): [] for param in params}
         for spans, owners in zip(self._tiling.tiles, self.owners, strict=True):
             for span in spans:
@@ -149,7 +149,7 @@ class TileHolder:
         """Move optimizer state between ranks so that ``copies`` ranks own each tile; called on every rank.
 
         Args:
-            gradually: Whether to move only tiles that the next step needs; :meth:`restore_some` moves the rest.
+            gradually: Whether to move only tiles needed for the next step; :meth:`restore_some` moves the rest.
         """
         communicator, world = group.communicator, group.world_size
         nodes = [member.node for member in group.members] or [""]
@@ -175,10 +175,10 @@ class TileHolder:
         return self.owners != self._target
 
     def restore_some(self, group: Group, most: int) -> None:
-        """Move some tiles to their planned owners; called on every rank between the same two updates.
+        """Move some of the tiles to their planned owners; called on every rank between the same two updates.
 
         Args:
-            most: Limit on the size of the tiles' parameters if a rank receives several tiles [bytes].
+            most: Limit on the total size of the tiles' parameters if a rank receives several tiles [bytes].
         """
         communicator = group.communicator
         sizes = [self._nbytes(tile) for tile in range(len(self._tiling))]
@@ -195,12 +195,12 @@ class TileHolder:
         return self._tiling.elements(tile) * self.params[self._tiling.tiles[tile][0].name].element_size()
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
+        """Send tiles owned only by leaving ranks to ranks that stay (``stays[r]`` for rank r); called on every rank."""
         if given := hand_over(self.owners, stays):
             self._receive(communicator, given)
 
     def collect(self, group: Group) -> dict[str, State] | None:
-        """Collect the states of all parameters in tiles, keyed by name, on rank 0's CPU; other ranks get None."""
+        """Collect the states of all tiled parameters, keyed by name, on rank 0's CPU; other ranks get None."""
         tiling, held = self._tiling, self.held
         assert held is not None, "the state is divided"
         needed = [Move(tile, mine[0], 0) for tile, mine in enumerate(self.owners) if 0 not in mine]
@@ -211,7 +211,7 @@ class TileHolder:
         return assemble(tiling, self.params, states, torch.device("cpu"))  # no GPU may have room for it
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """Return the states that this rank writes to a checkpoint of all ranks; None if it does not hold tiles."""
+        """Return the states that this rank writes to a checkpoint written by all ranks; None if it holds no tiles."""
         return written_states(self.held, self.params, self.owners, rank) if self.held is not None else None
 
     @property
@@ -220,7 +220,7 @@ class TileHolder:
         return self.tiling
 
     def _lost_text(self, gone: Sequence[int]) -> str:
-        """Return an error text that names the lost workers, and says if second copies had not been restored yet."""
+        """Return an error text that names the lost workers and says whether second copies were still missing."""
         whose = sorted({self._workers[rank] for tile in gone if self.owners for rank in self.owners[tile]})
         named = f" ({', '.join(whose)})" if whose else ""
         early = any(len(self.owners[tile]) < self._copies for tile in gone) if self.owners else False
@@ -231,13 +231,13 @@ class TileHolder:
         )
 
     def _states_of(self, tile: int) -> list[State]:
-        """Return the states of a tile that this rank holds."""
+        """Return the states for a tile that this rank holds."""
         if self.held is not None:
             return self.held.states_of(tile)
         return cut_tile(self._tiling, tile, self.params, self.stored.states())
 
     def _receive(self, communicator: Communicator, sent: Sequence[Move]) -> None:
-        """Run the moves and add the tiles that this rank receives to those that it holds."""
+        """Run the moves, and add any tiles received to the tiles that this rank holds."""
         if self.held is None and not self._whole:
             self.held = HeldTiles(self._tiling, self.params)
         for tile, states in carry_out(communicator, sent, self._states_of):
@@ -258,7 +258,7 @@ class TileHolder:
             self.held.drop(tile)
 
     def become_whole(self) -> None:
-        """Join all tiles, all of which this rank must hold, into the optimizer's complete state."""
+        """Join all tiles into the optimizer's complete state; this rank must hold all of them."""
         held = self.held
         if held is not None:
             states = {tile: held.states_of(tile) for tile in held.tiles}
@@ -269,7 +269,7 @@ class TileHolder:
         self.held, self._whole = None, True
 
     def hold_whole(self) -> None:
-        """Hold the complete state that was loaded into the optimizer, which may contain unread tensors."""
+        """Hold the complete state loaded into the optimizer, which may contain unread tensors."""
         self.held, self._whole = None, True
         self.stored.take(self.params.values())
 
@@ -280,17 +280,17 @@ class TileHolder:
         self.held, self._whole = None, False
 
     def _clear(self) -> None:
-        """Clear the optimizer's state of parameters in tiles."""
+        """Clear the optimizer's state for tiled parameters."""
         for param in self.params.values():
             self._optimizer.state.pop(param, None)
 
     def discard_stored(self) -> None:
-        """Discard the state stored from a checkpoint, which the next update will make outdated."""
+        """Discard the state stored from a checkpoint, because the next update will make it outdated."""
         if self.held is not None:
             self.stored.discard()
 
     def reload(self) -> None:
-        """Replace this rank's tiles by their parts of a complete state that was loaded into every rank's optimizer."""
+        """Replace this rank's tiles with their parts of a complete state loaded into the optimizer on every rank."""
         held = self.held
         self.stored.discard()
         if held is None:
@@ -301,14 +301,14 @@ class TileHolder:
         self._clear()
 
     def to_keep(self) -> dict[str, Any]:
-        """Return this rank's tiles (parts of the state) for a later run in this process; empty if it holds no tiles."""
+        """Return this rank's tiles (parts of the state) for a later run in this process; empty if it has none."""
         held = self.held
         if held is None:
             return {}
         return {"tiling": held.tiling.to_json(), "tiles": {str(tile): held.states_of(tile) for tile in held.tiles}}
 
     def hold_kept(self, kept: Mapping[str, Any]) -> None:
-        """Hold the tiles (parts of the state) that :meth:`to_keep` returned in a previous run."""
+        """Hold the tiles (parts of the state) returned from :meth:`to_keep` in a previous run."""
         self.adopt(Tiling.from_json(kept["tiling"]))
         self.drop()
         self.held = HeldTiles(self._tiling, self.params)
@@ -317,7 +317,7 @@ class TileHolder:
 
 
 def writers(tiling: Tiling, owners: Sequence[Sequence[int]]) -> list[int]:
-    """Return the owner that writes each tile, balanced by number of elements; equal on every rank."""
+    """Return the owner that writes each tile, balanced by number of elements; the same on every rank."""
     load: dict[int, int] = {}
     found = [0] * len(tiling)
     for tile in sorted(range(len(tiling)), key=lambda tile: (-tiling.elements(tile), tile)):
@@ -334,7 +334,7 @@ def written_states(
 
     Tensors with the parameter's shape are given as `Pieces`. Other tensors of a parameter's state, such as a step
     count, are written by the rank that writes the parameter's first element. Other ranks return `Pieces` without
-    elements for them, so that every rank lists the same state keys in the same order.
+    elements for them, so that all ranks list the same state keys in the same order.
     """
     found: dict[Parameter, State] = {}
     for tile, writer in enumerate(writers(held.tiling, owners)):
@@ -346,7 +346,7 @@ def written_states(
 
 
 def _add(found: State, param: Tensor, span: Span, state: Mapping[str, Any]) -> None:
-    """Add the state of a span to the state of its parameter."""
+    """Add a span's state to the state of its parameter."""
     for key, value in state.items():
         if isinstance(value, Tensor) and (span.whole or value.shape == (span.length,)):
             shape = tuple(value.shape) if span.whole else tuple(param.shape)

@@ -1,4 +1,4 @@
-"""Transfer of parts of a divided state between ranks (torch)."""
+"""Transfer of parts of divided state between ranks (torch)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Key = TypeVar("_Key")
 
 
 class StateLostError(LostGroupError):
-    """Error raised if all owners of some tiles are lost; the job then continues from a checkpoint."""
+    """Error raised if any tile has lost all of its owners; the job then continues from a checkpoint."""
 
 
 def carry_out(
@@ -31,16 +31,16 @@ def carry_out(
 def exchange(
     communicator: Communicator, pairs: Mapping[tuple[int, int], Sequence[_Key]], give: Callable[[_Key], Any]
 ) -> Iterator[tuple[_Key, Any]]:
-    """Send parts of a state between ranks; all ranks call this with the same parts.
+    """Send parts of a state between ranks; called on every rank with the same parts.
 
     Callers must exhaust the iterator. Pairs of ranks communicate in a fixed order, which prevents deadlocks.
 
     Args:
         pairs: Parts to send, keyed by (source rank, destination rank); ``str()`` must differ between parts.
-        give: Returns the content of a part that this rank holds.
+        give: Returns the content of a part held by this rank.
 
     Yields:
-        Parts that this rank receives, with their content.
+        Parts received by this rank, with their content.
 
     Raises CommunicationFailedError if the group breaks; all parts yielded before are complete.
     """
@@ -58,13 +58,13 @@ def exchange(
 
 
 def refused(communicator: Communicator, peer: int) -> CommunicationFailedError:
-    """Break the group, because a peer has sent something unexpected; return the error to raise."""
+    """Break the group because a peer sent unexpected data; return the error to raise."""
     communicator.mark_broken()
     return CommunicationFailedError(f"rank {peer} sent something else than was agreed on")
 
 
 def peers(rank: int, world_size: int) -> Iterator[int]:
-    """Yield the peers of `rank` in rounds, in which each pair of ranks meets exactly once."""
+    """Yield the peers of `rank` round by round, such that each pair of ranks meets exactly once."""
     even = world_size + world_size % 2
     for number in range(even - 1):
         places = [0, *((number + i) % (even - 1) + 1 for i in range(even - 1))]

@@ -1,4 +1,4 @@
-"""Pending updates: this rank voted for them, but does not know whether all other ranks did too (torch)."""
+"""Pending updates: this rank voted for them, but does not know whether all other ranks did (torch)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BY_SCALER = ("grad_scale", "found_inf")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
-    """Identity of a completed update: its number, the generation that made it, and the learning rates."""
+    """Identity of a completed update: its number, the generation that made it, and its learning rates."""
 
     number: int = 0
     generation: int = 0
@@ -29,7 +29,7 @@ class Update:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Key that is equal on all ranks for the same update, and different for different updates."""
+        """Key that is equal on all ranks for the same update and different for different updates."""
         return self.number, self.generation
 
     def next(self, generation: int, optimizer: torch.optim.Optimizer) -> Update:
@@ -40,7 +40,7 @@ class Update:
 class PendingUpdate:
     """Copies of everything needed to make an update later, once it is known that all ranks voted for it.
 
-    By that time, the model may have received new parameters, and the optimizer may have the options of a later step.
+    By that time, the model may have new parameters, and the optimizer may have a later step's options.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PendingUpdate:
         self._by_scaler = {name: getattr(optimizer, name) for name in _BY_SCALER if hasattr(optimizer, name)}
 
     def make(self, apply: Callable[[], Any], rates: Sequence[float]) -> None:
-        """Make the update with ``apply`` (the optimizer's step) and the learning rates that other ranks have used."""
+        """Make the update with ``apply`` (the optimizer's step) and the learning rates used on other ranks."""
         states: dict[Parameter, State] = {}
         shown: list[tuple[str, Parameter]] = []
         made: list[tuple[Parameter, Parameter]] = []
@@ -88,7 +88,7 @@ class PendingUpdate:
 
     @contextmanager
     def _scaled(self) -> Iterator[None]:
-        """Restore, within the context, what AMP's scaler set on the optimizer; gradients include its scale."""
+        """Restore, within the context, the attributes that AMP's scaler set on the optimizer; gradients are scaled."""
         present = {name: getattr(self._optimizer, name) for name in self._by_scaler if hasattr(self._optimizer, name)}
         for name, value in self._by_scaler.items():
             setattr(self._optimizer, name, value)
@@ -102,7 +102,7 @@ class PendingUpdate:
 
     @contextmanager
     def _without_others(self) -> Iterator[None]:
-        """Hide gradients of parameters outside of tiles from the optimizer, within the context."""
+        """Hide the gradients of untiled parameters from the optimizer within the context."""
         mine = {id(param) for param in self._params.values()}
         others = [(p, p.grad) for group in self._optimizer.param_groups for p in group["params"] if id(p) not in mine]
         try:
@@ -115,7 +115,7 @@ class PendingUpdate:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group (such as betas), to be restored by :func:`as_then`."""
+    """Return each parameter group's options (such as betas), to be restored with :func:`as_then`."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
@@ -123,10 +123,10 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def as_then(
     optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]], rates: Sequence[float]
 ) -> Iterator[None]:
-    """Set the optimizer's options to those of an earlier step, within the context.
+    """Set the optimizer's options to an earlier step's options within the context.
 
     Args:
-        rates: Learning rates that other ranks used for the update.
+        rates: Learning rates used for the update on other ranks.
     """
     groups, before = optimizer.param_groups, options_of(optimizer)
     try:
@@ -145,10 +145,10 @@ def tiles_shown(
     shown: Sequence[tuple[str, Parameter]],
     states: dict[Parameter, State],
 ) -> Any:
-    """Return a context in which the optimizer holds parts of parameters instead of whole parameters.
+    """Return a context manager that makes the optimizer hold parts of parameters instead of entire ones.
 
     Args:
-        shown: Parts of parameters, each with the name of its parameter.
+        shown: Parts of parameters, each with its parameter's name.
         states: Optimizer states of the parts; updated when the context ends.
     """
     groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -161,7 +161,7 @@ _SCALED = ("lr", "betas", "eps", "weight_decay")
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """Return the learning rates of all groups, and their other numeric options that depend on the batch size."""
+    """Return the learning rates for all groups, and their other numeric options that depend on batch size."""
     return tuple(float(number) for group in optimizer.param_groups for name in _SCALED for number in _in(group, name))
 
 
@@ -184,9 +184,9 @@ def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None
 
 
 def update_digest(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """Return a 32-bit digest of the learning rates and of the set of parameters that have a gradient.
+    """Return a 32-bit digest of the learning rates and the set of parameters that have a gradient.
 
-    Ranks compare the digest before an update, in which it must be equal on all of them.
+    Ranks compare the digest before an update; it must be the same on all of them.
     """
     return zlib.crc32(repr(rates_of(optimizer)).encode(), zlib.crc32(bytes(p.grad is not None for p in params)))
 
@@ -202,7 +202,7 @@ def swapped(
 
     Args:
         hidden: ``id`` of the parameters to hide.
-        shown: Parameters to use in their place, each with the position of its group.
+        shown: Parameters to use in their place, each with its group's position.
         states: Optimizer states of these parameters; updated when the context ends.
     """
     groups, state = optimizer.param_groups, optimizer.state

@@ -1,4 +1,4 @@
-"""Publishing of tensors: all-gathers, in rounds, of tiles that are valid on different ranks (torch)."""
+"""Publishing of tensors by all-gathers, in rounds, of tiles that are valid on different ranks (torch)."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class _Round:
 class Publisher:
     """Sender of tiles to all ranks, in rounds of all-gathers.
 
-    Create a new publisher after a failed round, which may still write to the buffers of the old one.
+    Create a new publisher after a failed round, because that may still be writing to the old one's buffers.
 
     Args:
-        senders: For each tile, the rank with the valid values.
+        senders: For each tile, the rank that has its valid values.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Publisher:
     def _add_rounds(
         self, tiling: Tiling, by_rank: Sequence[Sequence[int]], rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Add the rounds of one dtype's tensors; buffers alternate, so that one round is always in flight."""
+        """Add the rounds for one dtype's tensors; buffers alternate so that one round is always in flight."""
         largest = max(tiling.elements(tile) for tiles in by_rank for tile in tiles)
         together = max(1, _ROUND_BYTES // (largest * dtype.itemsize))
         chosen = [
@@ -79,7 +79,7 @@ class Publisher:
             self._rounds.append(_Round(sent, received, packed, packed_from, given, given_to))
 
     def _pairs(self, tiling: Tiling, tiles: Sequence[int], flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return pieces of a flat buffer, and the parts of tensors that they correspond to."""
+        """Return pieces of a flat buffer, each with the corresponding part of a tensor."""
         pieces, places, position = [], [], 0
         for tile in tiles:
             for span in tiling.tiles[tile]:
@@ -99,7 +99,7 @@ class Publisher:
 
     @torch.no_grad()
     def run(self, communicator: Communicator) -> None:
-        """Send each tile from a rank with valid values to all ranks, so that all have all values; a collective."""
+        """Send each tile from a rank with valid values to all ranks; called on every rank."""
         before: tuple[_Round, object] | None = None
         for each in self._rounds:
             if each.packed:

@@ -1,4 +1,4 @@
-"""Optimizer state of tiles, cut from the state of whole parameters and joined again (torch)."""
+"""Optimizer state for tiles, cut from the state of entire parameters and joined again (torch)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ State: TypeAlias = dict[str, Any]
 
 
 def part_of(param: Tensor, span: Span) -> Tensor:
-    """Return the elements of a span, in memory shared with the parameter."""
+    """Return a span's elements, in memory shared with the parameter."""
     whole = param.detach()
     return whole if span.whole else whole.view(-1)[span.start : span.start + span.length]
 
@@ -26,7 +26,7 @@ def part_of(param: Tensor, span: Span) -> Tensor:
 def cut_state(state: Mapping[str, Any], param: Tensor, span: Span) -> State:
     """Return the part of a parameter's optimizer state that belongs to a span.
 
-    Tensors with the parameter's shape are cut, in shared memory; if they are unread tensors, their part is read.
+    Tensors with the parameter's shape are cut in shared memory; for unread tensors, the part is read.
     """
     if span.whole:
         return {key: read_all(value) for key, value in state.items()}
@@ -45,10 +45,10 @@ def cut_state(state: Mapping[str, Any], param: Tensor, span: Span) -> State:
 
 
 def joined_state(param: Tensor, parts: Sequence[tuple[Span, State]], device: torch.device | None = None) -> State:
-    """Return a parameter's state, joined from all of its spans in new memory; empty if there is no state yet.
+    """Return a parameter's state, joined from all of its spans in new memory; empty if it has no state yet.
 
     Args:
-        device: Device of large tensors in the result; None keeps their current device.
+        device: Device for large tensors in the result; None keeps their current device.
     """
     first_span, first = parts[0]
     if first_span.whole:
@@ -72,7 +72,7 @@ def joined_state(param: Tensor, parts: Sequence[tuple[Span, State]], device: tor
 
 
 class HeldTiles:
-    """Tiles that this rank holds, with a view of the parameter and the optimizer's state for each span."""
+    """Tiles held by this rank, with a view of the parameter and the optimizer's state for each span."""
 
     def __init__(self, tiling: Tiling, params: Mapping[str, Parameter]) -> None:
         self.tiling, self._params = tiling, params
@@ -86,7 +86,7 @@ class HeldTiles:
 
     @property
     def tiles(self) -> list[int]:
-        """Numbers of the tiles that this rank holds, in order."""
+        """Numbers of the tiles held by this rank, in order."""
         return sorted(self._views)
 
     @property
@@ -95,7 +95,7 @@ class HeldTiles:
         return len(self._views) == len(self.tiling)
 
     def take(self, tile: int, states: Sequence[State], *, borrowed: bool = False) -> None:
-        """Start to hold the tile of this number.
+        """Start holding the tile with this number.
 
         Args:
             borrowed: Whether tensors in ``states`` share the memory of larger tensors.
@@ -116,7 +116,7 @@ class HeldTiles:
             del self.states[view]
 
     def own_memory(self, count: int) -> None:
-        """Copy the states of up to ``count`` spans that are views of larger tensors, which can then be freed."""
+        """Copy the states of up to ``count`` spans that are views of larger tensors, so that these can be freed."""
         while self._borrowed and count:
             view = self._borrowed.pop()
             if view in self.states:
@@ -124,11 +124,11 @@ class HeldTiles:
                 self.states[view] = {key: owned(value) for key, value in self.states[view].items()}
 
     def states_of(self, tile: int) -> list[State]:
-        """Return the optimizer state of each of the tile's spans, in order."""
+        """Return the optimizer state for each of the tile's spans, in order."""
         return [self.states[view] for view in self._views[tile]]
 
     def spans(self) -> Iterator[tuple[Span, Parameter]]:
-        """Yield each held span (range of elements of a parameter) with a view of these elements."""
+        """Yield each held span (range of a parameter's elements) with a view of these elements."""
         for tile in self.tiles:
             yield from zip(self.tiling.tiles[tile], self._views[tile], strict=True)
 
@@ -155,7 +155,7 @@ class HeldTiles:
                 view.grad = None if grad is None else grad.reshape(-1)[span.start : span.start + span.length]
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the views, and restore the ``.grad`` that user code sees."""
+        """Drop the views' gradients, and restore the ``.grad`` seen by user code."""
         for span, view in self.spans():
             if not span.whole:
                 view.grad = None
@@ -173,7 +173,7 @@ def owned(value: Any) -> Any:
 def cut_tile(
     tiling: Tiling, tile: int, params: Mapping[str, Parameter], whole: Mapping[Any, Mapping[str, Any]]
 ) -> list[State]:
-    """Return the states of a tile's spans, cut from the states of whole parameters."""
+    """Return the states for a tile's spans, cut from the states of entire parameters."""
     return [cut_state(whole.get(params[s.name], {}), params[s.name], s) for s in tiling.tiles[tile]]
 
 
@@ -183,7 +183,7 @@ def assemble(
     states: Mapping[int, list[State]],
     device: torch.device | None = None,
 ) -> dict[str, State]:
-    """Return the state of each parameter that has one, keyed by name and joined from all tiles."""
+    """Return the state of each parameter with a state, keyed by name and joined from all tiles."""
     parts: dict[str, list[tuple[Span, State]]] = {}
     for tile, spans in enumerate(tiling.tiles):
         for span, state in zip(spans, states[tile], strict=True):
@@ -193,14 +193,14 @@ def assemble(
 
 
 class StoredStates:
-    """Optimizer states that were loaded from a checkpoint and have not been cut into tiles yet.
+    """Optimizer states loaded from a checkpoint that have not been cut into tiles yet.
 
     They are kept until an update makes them outdated, so that rank 0 can return complete states on request.
 
-    Reading raises the errors of `UnreadTensor`.
+    Reading raises the same errors as `UnreadTensor`.
 
     Args:
-        optimizer: Optimizer into which states are loaded, with `UnreadTensor` in place of some tensors.
+        optimizer: Optimizer that states are loaded into, with `UnreadTensor` in place of some tensors.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -211,7 +211,7 @@ class StoredStates:
         return bool(self._states)
 
     def take(self, tiled: Collection[Parameter]) -> None:
-        """Move the states of parameters in tiles from the optimizer to this object.
+        """Move the states of tiled parameters from the optimizer to this object.
 
         The states of all other parameters stay in the optimizer; they are read and moved to the right device.
         """
@@ -229,7 +229,7 @@ class StoredStates:
                     state[param] = read_all(placed)
 
     def adapt(self, tiled: Collection[Parameter]) -> None:
-        """Adapt to a changed set of parameters in tiles, moving states out of the optimizer or back into it."""
+        """Adapt to a changed set of tiled parameters, moving states out of the optimizer or back into it."""
         given = (self._optimizer.state.get(p, {}) for group in self._optimizer.param_groups for p in group["params"])
         if self._states or any(map(_is_unread, given)):
             self.take(tiled)
@@ -243,13 +243,13 @@ class StoredStates:
         self._states = {}
 
     def states(self) -> dict[Any, State]:
-        """Return all states keyed by parameter; states that the optimizer holds take precedence over stored ones."""
+        """Return all states keyed by parameter; the optimizer's states take precedence over stored ones."""
         return {**self._states, **self._optimizer.state}
 
     def copies(self, params: Mapping[str, Parameter]) -> dict[str, State]:
         """Return copies of the parameters' states on the CPU, keyed by parameter name.
 
-        Parameters without a state are omitted.
+        Parameters without state are omitted.
         """
         known = self.states()
         return {
@@ -264,9 +264,9 @@ def _is_unread(state: Mapping[str, Any]) -> bool:
 
 
 def placed_state(state: Mapping[str, Any], device: torch.device, options: Mapping[str, Any]) -> State:
-    """Return a parameter's optimizer state with its tensors on the devices where torch keeps them.
+    """Return a parameter's optimizer state with its tensors on the devices that torch keeps them on.
 
-    Tensors from a checkpoint are initially on the CPU. An unread tensor will be read to its device when needed.
+    Tensors from a checkpoint are initially on the CPU. An unread tensor is read onto its device when needed.
 
     Args:
         options: Options of the parameter's group. Step counts stay on the CPU unless the group is fused or
@@ -280,7 +280,7 @@ def placed_state(state: Mapping[str, Any], device: torch.device, options: Mappin
 
 
 def _to(device: torch.device, value: Tensor | UnreadTensor) -> Tensor | UnreadTensor:
-    """Move a tensor to the device; if it has to move, it becomes unread, so that only its tiles use memory there."""
+    """Move a tensor to the device; a tensor that must move becomes unread, so that only its tiles use memory there."""
     if isinstance(value, UnreadTensor) or value.device == device or value.layout != torch.strided:
         return value.to(device)
     flat = value.reshape(-1)

@@ -1,10 +1,9 @@
-"""Tiled optimizer state of one model, during updates and changes of the group (torch).
+"""Tiled optimizer state of one model, during updates and group changes (torch).
 
-A tile has several owners, which make the same update from the same gradient; its first owner sends the new
-parameters to all ranks. Ranks vote before each update. If any rank knows that an update was decided, every
-surviving rank can make it: a rank that has voted without learning the outcome keeps the gradients of its tiles,
-and makes the update once another rank reports it in the next group. There, the remaining owners resend parameters
-that have not arrived.
+A tile has several owners, which make the same update from the same gradient; its first owner sends the new parameters
+to all ranks. Ranks vote before each update. If any rank knows that an update was decided, every surviving rank can make
+it: a rank that voted without learning the outcome keeps its tiles' gradients, and makes the update once another rank
+reports it in the next group. There, the remaining owners resend parameters that have not arrived.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ RESTORED_IN_A_STEP = 8 << 20
 
 
 class TiledOptimizer:
-    """Optimizer of one model whose state is divided into tiles, each of which is owned by a few ranks.
+    """Optimizer of one model, with state divided into tiles that are each owned by a few ranks.
 
     Methods that communicate raise CommunicationFailedError if the group breaks.
 
     Args:
-        groups: Range of this optimizer's parameter groups among those of all optimizers of the model; None if it is
-            the only one.
+        groups: Range of this optimizer's parameter groups within all of the model's parameter groups; None if it is the
+            only optimizer.
 
     Attributes:
         denominators: View of the optimizer for gradient statistics.
-        idle: Whether there are no tiles now or after a pending change, so that updates need only the optimizer. It is
-            updated by :meth:`adapt`, :meth:`enter_group`, :meth:`gather` and :meth:`restore`.
+        idle: Whether the model has no tiles, now or after a pending change, so that updates need only the optimizer. It
+            is updated by :meth:`adapt`, :meth:`enter_group`, :meth:`gather` and :meth:`restore`.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class TiledOptimizer:
     # -- the strategy --------------------------------------------------------------------------------------------------
 
     def adapt(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Adopt the tiles of a new bucket layout; the optimizer state is moved later."""
+        """Adopt the tiles from a new bucket layout; the optimizer state is moved later."""
         self.idle, tiles, groups = False, plan.tiles, self._groups
         params: Sequence[int] = tiles.params if tiles is not None else ()
         if groups is not None:
@@ -104,23 +103,23 @@ class TiledOptimizer:
         return self._holder.owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """Return each parameter's ranges in tiles, with the ranks that own them; the state must be divided."""
+        """Return each parameter's tiled ranges, with the ranks that own them; the state must be divided."""
         return self._holder.owned_spans(params)
 
     @property
     def divided(self) -> bool:
-        """True if optimizer state is divided among ranks, so that updates are voted on."""
+        """True if optimizer state is divided among ranks, so that updates need a vote."""
         return self._holder.held is not None and self._begun
 
     @property
     def unsettled(self) -> bool:
-        """True if the state is not yet divided as the strategy requires for the current group."""
+        """True if the state still has to be divided as the strategy requires for the current group."""
         several = self._run.group.world_size > self._copies
         held, tiling = self._holder.held, self._holder.tiling
         return tiling != self._wanted or (self._wanted is not None and several != (held is not None))
 
     def divide_between_steps(self) -> None:
-        """Divide or gather the state after a change of the strategy; called on every rank."""
+        """Divide or gather the state after a strategy change; called on every rank."""
         run = self._run
         if not self._begun or run.ledger.failed or run.group.world_size == 1:
             return
@@ -136,11 +135,11 @@ class TiledOptimizer:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the user's pre-step hooks with the step's ``kwargs``; return ``kwargs`` as changed by the hooks."""
+        """Call the user's pre-step hooks with the step's ``kwargs``; return ``kwargs`` as modified by the hooks."""
         return kwargs if self._holder.held is None or not self._begun else self._hooks.before(kwargs)
 
     def decide(self) -> bool:
-        """Vote with all ranks on the next update; return False if the vote fails, which means that the step is lost."""
+        """Vote with all ranks on the next update; return False if the vote fails, which means the step is lost."""
         held = self._holder.held
         if held is not None or self._open or self._stored or self._gathered is not None:
             self._close()
@@ -162,18 +161,18 @@ class TiledOptimizer:
         return True
 
     def _close(self) -> None:
-        """Discard the complete state that rank 0 gathered or stored."""
+        """Discard the complete state gathered or stored on rank 0."""
         self._open, self._gathered, self._stored = False, None, False
         self._holder.discard_stored()
 
     def _keep_pending(self) -> None:
-        """Keep everything that the update needs, because it may have been decided."""
+        """Keep everything needed for the update, because it may have been decided."""
         held, generation = self._holder.held, self._run.group.generation
         assert held is not None, "a vote is about tiles"
         self._pending = PendingUpdate(self._optimizer, held, self._holder.params, self._last.number + 1, generation)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make an update for which all ranks voted, by the optimizer's step ``apply``, and publish the parameters."""
+        """Make an update that all ranks voted for, using the optimizer's step ``apply``, and publish the parameters."""
         held = self._holder.held
         if held is None or not self._begun:
             result = apply(**kwargs)
@@ -195,7 +194,7 @@ class TiledOptimizer:
         return result
 
     def _call_hooks(self, kwargs: Mapping[str, Any]) -> None:
-        """Call the user's post-step hooks, once all parameters hold the update."""
+        """Call the user's post-step hooks once all parameters are updated."""
         owes, self._owes_hooks = self._owes_hooks, False
         if owes:
             self._hooks.after(kwargs)
@@ -204,7 +203,7 @@ class TiledOptimizer:
         self._last = self._last.next(self._run.group.generation, self._optimizer)
 
     def _publish(self, held: HeldTiles) -> None:
-        """Publish new parameters from their owners to all ranks; after a failure this is repeated in the next group."""
+        """Publish new parameters from their owners to all ranks; after a failure, this repeats in the next group."""
         run, holder = self._run, self._holder
         run.moment("publish")
         senders = [mine[0] for mine in holder.owners]
@@ -232,7 +231,7 @@ class TiledOptimizer:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def enter_group(self) -> None:
-        """Enter a group in which all ranks with a state have made the same last update.
+        """Enter a group where all ranks that have state have made the same last update.
 
         Raises StateLostError on every rank if no rank holds some of the tiles.
         """
@@ -243,7 +242,7 @@ class TiledOptimizer:
             self._gathered = self._holder.collect(self._run.group)
 
     def _move_state(self) -> None:
-        """Move state so that this rank holds what the current group and strategy require."""
+        """Move state so that this rank holds the parts required by the current group and strategy."""
         held = self._holder.held
         if held is not None and held.everything:
             self._holder.become_whole()
@@ -252,7 +251,7 @@ class TiledOptimizer:
             self._arrange(self._copies)
 
     def _cut_anew(self) -> None:
-        """Give every rank the complete state if any rank holds tiles of a different tiling than the wanted one."""
+        """Give every rank the complete state if any rank holds tiles from a tiling other than the required one."""
         group, held = self._run.group, self._holder.held
         wanted = self._wanted.digest if self._wanted is not None else 0
         own = held.tiling.digest if held is not None else 0
@@ -279,7 +278,7 @@ class TiledOptimizer:
         self._call_hooks({})
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
+        """Send tiles owned only by leaving ranks to ranks that stay (``stays[r]`` for rank r); called on every rank."""
         if self.divided:
             self._holder.hand_over(self._run.group.communicator, stays)
 
@@ -287,34 +286,34 @@ class TiledOptimizer:
 
     @property
     def settled(self) -> bool:
-        """True if this rank can save the complete state."""
+        """True if this rank is able to save the complete state."""
         return not self.divided or self._gathered is not None or self._reads
 
     @property
     def _reads(self) -> bool:
-        """True if this rank continues from the complete stored state, and reads it on demand."""
+        """True if this rank continues from the complete stored state, reading it on demand."""
         return self._stored and self._run.group.rank == 0
 
     def _at_hand(self) -> dict[str, State] | None:
-        """Return the complete state by name if this rank has it although the state is divided; else None."""
+        """Return the complete state by name if this rank has it even though the state is divided, otherwise None."""
         if self._gathered is None and self._reads:
             self._gathered = self._holder.stored.copies(self._holder.params)
         return self._gathered
 
     def gather(self) -> None:
-        """Gather the complete state on rank 0, where it stays until the next update; called on every rank.
+        """Gather the complete state on rank 0, which keeps it until the next update; called on every rank.
 
-        This also happens at the end of a pass over the data, so that rank 0 alone can save a checkpoint after the loop.
+        This also happens when a pass over the data ends, so that rank 0 alone can save a checkpoint after the loop.
         """
         if self.divided and not self._open:
             self._gathered = self._holder.collect(self._run.group)
         self.idle, self._open = False, True
 
     def whole_states(self) -> dict[Tensor, State] | None:
-        """Return the complete states, keyed by parameter, on rank 0, and an empty dict on other ranks.
+        """Return the complete states, keyed by parameter, on rank 0; other ranks get an empty dict.
 
-        Returns None if the state is not divided. Between an update and the end of a pass over the data, all ranks must
-        call this method.
+        Returns None if the state is not divided. All ranks must call this method between an update and the end of the
+        pass over the data.
 
         Raises RanksDisagreeError if another rank does not call this method.
         """
@@ -327,7 +326,7 @@ class TiledOptimizer:
         return {self._holder.params[name]: state for name, state in (self._at_hand() or {}).items()}
 
     def loaded(self) -> None:
-        """Keep this rank's part of the complete state that all ranks have loaded into the optimizer."""
+        """Keep this rank's part of the complete state, which all ranks have loaded into the optimizer."""
         if self.divided:
             self._close()
         self._holder.reload()
@@ -355,17 +354,17 @@ class TiledOptimizer:
         return None if whole is None else {self._holder.params[name]: state for name, state in whole.items()}
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """Return the states that this rank writes to a checkpoint of all ranks; None if they are not divided."""
+        """Return the states that this rank writes to a joint checkpoint of all ranks; None if they are not divided."""
         return self._holder.written(rank)
 
     def kept(self) -> dict[str, Any]:
-        """Return the tiles (parts of the state) that this rank holds, for a later run in this process; may be empty."""
+        """Return the tiles (parts of the state) held by this rank, for a later run in this process; may be empty."""
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Adopt the result of :meth:`capture` from another rank or a checkpoint, with the last update that it records.
+        """Adopt the result of :meth:`capture` from another rank or a checkpoint, with the last update it records.
 
-        Tiles that lack this update are updated if this rank has kept everything for it, and dropped otherwise.
+        Tiles that lack this update are updated if this rank has kept everything needed for it, and dropped otherwise.
 
         Args:
             tree: Captured state; None if the capturing rank had no tiles.
@@ -395,7 +394,7 @@ _NONE = -1.0
 
 
 class Denominators:
-    """Values by which an Adam-like optimizer divides gradients, from its state or from the owners of its tiles."""
+    """Values that an Adam-like optimizer divides gradients by, from its state or from its tiles' owners."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, divided: Callable[[], bool]) -> None:
         self._optimizer, self._divided = optimizer, divided
@@ -409,7 +408,7 @@ class Denominators:
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """Optimizer states keyed by parameter, in which gathered denominators take precedence."""
+        """Optimizer states keyed by parameter; gathered denominators take precedence."""
         if not self._divided():
             return self._optimizer.state
         return collections.ChainMap(dict(self._gathered), self._optimizer.state)
@@ -421,14 +420,14 @@ class Denominators:
 
     @property
     def outdated(self) -> bool:
-        """True if nothing can be measured until the denominators have been gathered; equal on all ranks."""
+        """True if nothing can be measured until the denominators have been gathered; the same on all ranks."""
         return self._outdated and is_adam_like(self._optimizer) and self._divided()
 
     def invalidate(self, *, fresh: bool) -> None:
-        """Invalidate the denominators after a change of the group or of the division of the state.
+        """Invalidate the denominators after the group or the division of state has changed.
 
         Args:
-            fresh: Whether no update has been made yet, so that there are no denominators to gather.
+            fresh: Whether no update has been made yet, which leaves no denominators to gather.
         """
         self.idle, self._outdated = False, not fresh
         self._gathered = {}

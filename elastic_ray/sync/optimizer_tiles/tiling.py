@@ -1,4 +1,4 @@
-"""Division of a model's parameters into tiles, which does not depend on the group that holds them (pure)."""
+"""Division of a model's parameters into tiles, independent of the group that holds them (pure)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Division of a model's parameters into tiles, each of which is a tuple of spans.
+    """Division of a model's parameters into tiles, with each tile a tuple of spans.
 
-    All spans of a tile have the same dtype and type of device.
+    All spans in a tile have the same dtype and device type.
     """
 
     tiles: tuple[tuple[Span, ...], ...]
@@ -44,12 +44,12 @@ class Tiling:
 
     @functools.cached_property
     def digest(self) -> int:
-        """40-bit digest that is different for different tilings."""
+        """40-bit digest that differs between tilings."""
         return int.from_bytes(hashlib.blake2b(self.to_json().encode(), digest_size=5).digest(), "big")
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        """Names of all parameters in tiles."""
+        """Names of all tiled parameters."""
         return frozenset(span.name for tile in self.tiles for span in tile)
 
     def elements(self, tile: int) -> int:
@@ -62,15 +62,15 @@ class Tiling:
 
     @classmethod
     def from_json(cls, text: str) -> Tiling:
-        """Return the tiling described by text from :meth:`to_json`."""
+        """Return the tiling described by the text from :meth:`to_json`."""
         return cls(tuple(tuple(Span(*each) for each in tile) for tile in json.loads(text)))
 
 
 def cut(profile: ModelProfile, params: Iterable[int], owner: Owner) -> Tiling:
-    """Return a division of parameters into tiles as ``owner`` requires; equal arguments give equal tilings.
+    """Return the division of parameters into tiles required by ``owner``; equal arguments give equal tilings.
 
     Args:
-        profile: Profile of the model; tensors whose optimizer is not element-wise are kept whole.
+        profile: Profile of the model; tensors are not cut if their optimizer is not element-wise.
     """
     tiles: list[tuple[Span, ...]] = []
     chosen = [profile.params[i] for i in params]
@@ -93,7 +93,7 @@ def cut(profile: ModelProfile, params: Iterable[int], owner: Owner) -> Tiling:
 
 
 def _equal(params: Sequence[ParamInfo], most: int) -> list[tuple[Span, ...]]:
-    """Return tiles with about equally many elements, which may span several tensors."""
+    """Return tiles with roughly equal numbers of elements, which may span several tensors."""
     total = sum(param.numel for param in params)
     count = max(1, min(most, total // _FEWEST_ELEMENTS))
     ends = [total * (i + 1) // count for i in range(count)]
@@ -115,7 +115,7 @@ def _equal(params: Sequence[ParamInfo], most: int) -> list[tuple[Span, ...]]:
 
 
 def _parts(param: ParamInfo, *, even: bool) -> list[Span]:
-    """Return parts of a tensor along its first dimension, as many as AutoDist cuts."""
+    """Return parts of a tensor along its first dimension, with the same number of parts as in AutoDist."""
     rows = param.shape[0] if param.shape else 1
     if rows < 2 or not param.numel:
         return [Span(param.name, 0, param.numel, True)]
@@ -131,7 +131,7 @@ def _parts(param: ParamInfo, *, even: bool) -> list[Span]:
 
 
 def _binned(pieces: Sequence[Span], most: int) -> list[tuple[Span, ...]]:
-    """Return pieces in tiles of about equal size: the largest first, each into the smallest tile so far."""
+    """Return tiles of roughly equal size, formed by adding each piece, largest first, to the smallest tile so far."""
     pieces = [piece for piece in pieces if piece.length]
     count = min(len(pieces), most)
     heap = [(0, number) for number in range(count)]

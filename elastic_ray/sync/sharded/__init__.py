@@ -1,1 +1,1 @@
-"""Embedding tables whose rows are divided among the ranks."""
+"""Embedding tables with rows divided among the ranks."""

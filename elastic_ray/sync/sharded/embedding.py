@@ -1,4 +1,4 @@
-"""Module ``ShardedEmbedding``: an embedding table whose rows are divided among the workers (torch)."""
+"""Module ``ShardedEmbedding``: an embedding table with rows divided among the workers (torch)."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _UNSERVED = {
 
 
 class ShardedEmbedding(torch.nn.Module):
-    """Embedding layer for tables too large for one worker, whose rows are divided among the workers.
+    """Embedding layer with rows divided among the workers, for tables too large for a single worker.
 
     Use it like ``torch.nn.Embedding`` or ``EmbeddingBag``. The forward pass fetches rows from their owners. Row
     gradients are averaged over the step's samples and sent to the owners, which update the rows in
     ``optimizer.step()``. The rows are not parameters: pass ``model.parameters()`` to the optimizer as usual;
-    ``AdaptiveDataParallel`` finds the tables in the model. In a group of one worker, the module is an ordinary table.
+    ``AdaptiveDataParallel`` finds the tables in the model. In a group with one worker, the module is an ordinary table.
 
-    All ranks must call the module equally often and in the same order. ``state_dict()`` must be called on all ranks
-    of a group; it contains the complete ``weight`` on rank 0 and a ``weight`` without rows on other ranks.
+    All ranks must call the module the same number of times and in the same order. ``state_dict()`` must be called on
+    all ranks in a group; it contains the complete ``weight`` on rank 0 and a ``weight`` without rows on other ranks.
 
     Args:
         num_embeddings: Number of rows.
@@ -43,14 +43,14 @@ class ShardedEmbedding(torch.nn.Module):
         mode: Reduction of bags, ``"sum"`` or ``"mean"``, as in ``EmbeddingBag``; None to return the rows themselves.
         optimizer: Update rule for rows: ``RowSGD``, ``RowAdagrad``, ``RowAdam``, or ``"sgd"``, ``"adagrad"``,
             ``"adam"``. None uses the rule of the wrapped optimizer, which must be SGD without momentum, Adagrad or
-            SparseAdam, without decays. The learning rate is derived from that of the wrapped optimizer.
-        copies: Number of workers that own each row, 1 or 2. With 2, no rows are lost with a single worker; the owners
-            are on different nodes if balance allows. With 1, the job restarts from its last checkpoint if a worker is
-            lost.
-        std: Standard deviation of the normal distribution from which rows are initialised.
-        seed: Seed of the initial rows. None draws a seed from torch's generator; all ranks use rank 0's seed.
+            SparseAdam, without decays. The learning rate is derived from the wrapped optimizer's learning rate.
+        copies: Number of workers that own each row, 1 or 2. With 2, losing a single worker loses no rows; the owners
+            are on different nodes if the load can be balanced that way. With 1, the job restarts from its last
+            checkpoint if a worker is lost.
+        std: Standard deviation of the normal distribution used to initialise rows.
+        seed: Seed for the initial rows. None draws a seed from torch's generator; all ranks use rank 0's seed.
         dtype: Floating-point dtype of the rows.
-        device: Device of the rows. Results are on the device of the ids.
+        device: Device of the rows. Results are on the same device as the ids.
 
     Attributes:
         travels_by_itself: Marks that rows are transferred as a separate state, and that all ranks must call
@@ -114,16 +114,16 @@ class ShardedEmbedding(torch.nn.Module):
         self._alone: TableShard | None = None
 
     def join(self, rule: RowRule, name: str, number: tuple[int, int], run: Any) -> ShardedTable:
-        """Create the table for training in a run; called by ``AdaptiveDataParallel``.
+        """Create the table for training in a run; called from ``AdaptiveDataParallel``.
 
         Args:
             rule: Update rule for rows.
             name: Name of the module in its model.
-            number: Index of the model in the run, and index of the table in the model.
+            number: Model index in the run, and table index in the model.
 
         Raises:
-            ValueError: the table already belongs to a model of the run.
-            RuntimeError: the table's rows are divided among workers of another run.
+            ValueError: the table already belongs to a model in the run.
+            RuntimeError: the table's rows are divided among another run's workers.
         """
         if self._table is not None:
             self._loaded = self._table.left_for(run)
@@ -143,7 +143,7 @@ class ShardedEmbedding(torch.nn.Module):
 
         Raises:
             IndexError: an id is negative, or not below ``num_embeddings``.
-            RanksDisagreeError: the ranks do not call the module at the same point.
+            RanksDisagreeError: not all ranks call the module at the same point.
             RuntimeError: rows cannot be fetched at this point; the message says why.
         """
         ids, where = torch.unique(input.reshape(-1), return_inverse=True)
@@ -162,7 +162,7 @@ class ShardedEmbedding(torch.nn.Module):
         )
 
     def _rows(self, ids: Tensor) -> Tensor:
-        """Return rows as a leaf of autograd's graph, whose gradient goes to the table."""
+        """Return rows as a leaf of autograd's graph, with its gradient passed to the table."""
         table, grad = self._table, torch.is_grad_enabled()
         if table is None:
             if grad and self.training:
@@ -184,7 +184,7 @@ class ShardedEmbedding(torch.nn.Module):
         return rows
 
     def _whole_alone(self) -> TableShard:
-        """Return a shard with all rows, for use outside of any run."""
+        """Return a shard with all rows, for use outside any run."""
         if self._alone is None:
             shape, tiling = self._shape, RowTiling.of(self.num_embeddings)
             empty = torch.empty(0, shape.width, dtype=shape.dtype, device=shape.device)
@@ -206,7 +206,7 @@ class ShardedEmbedding(torch.nn.Module):
         return place if place < len(ids) and int(ids[place]) == self.padding_idx else None
 
     def row_state_dict(self) -> dict[str, Any]:
-        """Return the complete table with its update rule's state and number of updates; called on every rank.
+        """Return the complete table, including its update rule's state and number of updates; called on every rank.
 
         Returns:
             ``weight`` and the rule's state under torch's names (``sum``; ``exp_avg``, ``exp_avg_sq``), each
@@ -220,11 +220,11 @@ class ShardedEmbedding(torch.nn.Module):
         return {**table.whole(("weight", *table.rule.initial)), "step": table.updates}
 
     def load_row_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load rank 0's result of :meth:`row_state_dict`, from a group of any size; all ranks must load the same.
+        """Load rank 0's result of :meth:`row_state_dict`, from a group of any size; all ranks must load the same state.
 
         Raises:
             RuntimeError: the model is not wrapped.
-            ValueError: the state has the shape of a different table.
+            ValueError: the state is for a table with a different shape.
         """
         table = self._wrapped()
         whole = {name: state[name] for name in ("weight", *table.rule.initial) if name in state}
@@ -258,7 +258,7 @@ class ShardedEmbedding(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load a complete weight, of which each rank keeps its part; the rule's state is reset."""
+        """Load a complete weight, with each rank keeping its own part; the rule's state is reset."""
         key = prefix + "weight"
         if key not in state_dict:
             missing_keys.append(key)
@@ -275,14 +275,14 @@ class ShardedEmbedding(torch.nn.Module):
             self._loaded, self._alone = whole, None
 
     def extra_repr(self) -> str:
-        """Return the description of ``torch.nn.Embedding``, with the mode and the number of copies."""
+        """Return the same description as ``torch.nn.Embedding``, plus the mode and the number of copies."""
         mode = f", mode={self.mode!r}" if self.mode is not None else ""
         padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}{mode}, copies={self._shape.copies}"
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for unsupported arguments, unless their value disables them."""
+    """Raise TypeError for unsupported arguments unless their value disables them."""
     for name, value in options.items():
         if name not in _UNSERVED:
             raise TypeError(f"ShardedEmbedding has no argument {name!r}")

@@ -1,4 +1,4 @@
-"""Sharded tables of one wrapped model, during training and changes of the group (torch)."""
+"""Sharded tables of one wrapped model, during training and group changes (torch)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ModelTables:
         return bool(self.tables)
 
     def _rule(self, name: str, layer: ShardedEmbedding) -> RowRule:
-        """Return the rule of a table; raise StrategyError if it has none, or if its parameter group does not exist."""
+        """Return a table's rule; raise StrategyError if it has none or its parameter group does not exist."""
         groups = self._optimizer.param_groups
         rule = layer.rule or rule_of(type(self._optimizer).__name__, groups[0])
         if rule.group >= len(groups):
@@ -52,11 +52,11 @@ class ModelTables:
         return rule
 
     def join(self, what: Announced) -> None:
-        """Participate in a table's row exchange that other ranks announced, although this rank has no samples."""
+        """Participate in a table's row exchange announced by other ranks, although this rank has no samples."""
         self.tables[what.detail // 4].join()
 
     def exchange(self) -> None:
-        """Send the row gradients of a finished backward pass to the row owners, and vote that all have arrived.
+        """Send row gradients from a finished backward pass to the row owners, and vote that all have arrived.
 
         No rank applies gradients before the vote has ended.
         """
@@ -73,11 +73,11 @@ class ModelTables:
             table.zero()
 
     def update(self) -> None:
-        """Update the tables with the current learning rates of the optimizer's groups."""
+        """Update the tables with the current learning rates from the optimizer's groups."""
         for table in self.tables:
             table.update(float(self._optimizer.param_groups[table.rule.group]["lr"]))
 
     @property
     def settled(self) -> bool:
-        """True if this rank can save all tables."""
+        """True if this rank is able to save all tables."""
         return all(table.settled for table in self.tables)

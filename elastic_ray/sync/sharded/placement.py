@@ -28,7 +28,7 @@ class RowTiling:
 
     @classmethod
     def of(cls, rows: int) -> RowTiling:
-        """Return a tiling of `rows` rows with enough tiles to balance a large group within 1 or 2 percent.
+        """Return a tiling of `rows` rows with enough tiles to balance a large group to within 1 or 2 percent.
 
         >>> RowTiling.of(1000)
         RowTiling(rows=1000, tiles=256)
@@ -41,7 +41,7 @@ class RowTiling:
         return -(-self.rows // self.tiles)
 
     def rows_in(self, tile: int) -> int:
-        """Return the number of table rows in the tile of this number."""
+        """Return the number of table rows in the tile with this number."""
         return -(-(self.rows - tile) // self.tiles)
 
 
@@ -58,7 +58,7 @@ def to_words(tiles: Iterable[int], count: int) -> list[int]:
 
 
 def from_words(words: Sequence[int], count: int) -> frozenset[int]:
-    """Return the set of tile numbers below ``count`` that :func:`to_words` has encoded."""
+    """Return the set of tile numbers below ``count`` that was encoded by :func:`to_words`."""
     return frozenset(tile for tile in range(count) if words[tile // _WORD_BITS] >> tile % _WORD_BITS & 1)
 
 
@@ -75,15 +75,15 @@ class Move:
 
 
 def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: int) -> tuple[tuple[int, ...], ...]:
-    """Return the owners of each tile, balanced over the ranks, and preferably ranks that already hold the tile.
+    """Return each tile's owners, balanced over the ranks and preferably ranks that already hold the tile.
 
-    Every tile has ``min(copies, ranks)`` owners, and the numbers of tiles per rank differ by at most one. If this
-    balance permits, the owners of a tile are on different nodes; if one node holds a tile twice, one copy moves to
-    another node. As many copies as possible stay in place (a maximum matching); the other copies fill the remaining
-    space. A held copy is moved only if no other copy can move.
+    Every tile has ``min(copies, ranks)`` owners, and the number of tiles per rank differs by at most one. If this
+    balance permits, a tile's owners are on different nodes; if one node holds a tile twice, one copy moves to another
+    node. As many copies as possible stay in place (a maximum matching); the other copies fill the remaining space. A
+    held copy is moved only if no other copy can move.
 
-    A tile's first owner supplies its contents to ranks that do not hold the tile; each rank is the first owner of about
-    equally many tiles.
+    A tile's first owner supplies its contents to ranks that do not hold the tile; each rank is the first owner of
+    roughly the same number of tiles.
     """
     world = len(held)
     copies = min(copies, world)
@@ -102,14 +102,14 @@ def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: in
 
 
 def _room(total: int, sizes: Sequence[int]) -> list[int]:
-    """Return the number of copies that each rank should own: equal, plus one for ranks that hold the most."""
+    """Return the number of copies each rank should own: equal, plus one for the ranks that hold the most."""
     each, more = divmod(total, len(sizes))
     largest = sorted(range(len(sizes)), key=lambda rank: (-sizes[rank], rank))[:more]
     return [each + (rank in set(largest)) for rank in range(len(sizes))]
 
 
 def _first_in_turn(owners: Sequence[Set[int]], world: int) -> tuple[tuple[int, ...], ...]:
-    """Return the owners of each tile, beginning with the one that is first for the fewest earlier tiles."""
+    """Return each tile's owners, starting with the rank that is first for the fewest earlier tiles."""
     first = [0] * world
     found = []
     for mine in owners:
@@ -124,7 +124,7 @@ def _any(tile: int, rank: int) -> bool:
 
 
 class _Matching:
-    """Matching of tiles and owners under construction; no rank owns more tiles than it has room for."""
+    """Partial matching of tiles to owners; no rank owns more tiles than it has room for."""
 
     def __init__(self, tiles: int, held: Sequence[Set[int]], room: Sequence[int], nodes: Sequence[str]) -> None:
         self._held, self._room, self._nodes = held, room, nodes
@@ -143,8 +143,8 @@ class _Matching:
         """Find another owner for a tile; if room is short, reassign other tiles (shortest augmenting path).
 
         Args:
-            may: Predicate of a tile and a rank: whether the rank may own the tile.
-            gives_up: Predicate of a tile that is owned and a rank: whether the rank may stop owning the tile.
+            may: Predicate for a tile and a rank: whether the rank may own the tile.
+            gives_up: Predicate for an owned tile and a rank: whether the rank may stop owning the tile.
             apart: Whether the tile's owners must be on different nodes.
 
         Returns True if an owner was found.
@@ -184,9 +184,9 @@ class _Matching:
 
 
 def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Move, ...]:
-    """Return the moves that send each tile to those of its owners that lack it, balanced over the senders.
+    """Return the moves that send each tile to any of its owners that lack it, balanced over the senders.
 
-    Raises ValueError if no rank holds some tile; see :func:`lost`.
+    Raises ValueError if any tile is held by no rank; see :func:`lost`.
     """
     sent = [0] * len(held)
     found = []
@@ -206,8 +206,8 @@ def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Mo
 def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: int = 1) -> tuple[Move, ...]:
     """Return the moves that leave each tile with ``copies`` owners among the staying ranks.
 
-    If fewer than ``copies`` ranks stay, all of them own each tile. If possible, leaving ranks send tiles; the ranks
-    with the fewest tiles receive.
+    If fewer than ``copies`` ranks stay, all of them own each tile. If possible, leaving ranks send the tiles, and the
+    ranks with the fewest tiles receive them.
 
     Raises ValueError if no rank stays.
     """
@@ -228,5 +228,5 @@ def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool], copies: in
 
 
 def lost(tiles: int, held: Sequence[Set[int]]) -> tuple[int, ...]:
-    """Return the tiles that no rank holds, out of ``tiles`` tiles; ``held[r]`` are the tiles that rank r holds."""
+    """Return the tiles not held by any rank, out of ``tiles`` tiles; ``held[r]`` are the tiles held by rank r."""
     return tuple(tile for tile in range(tiles) if not any(tile in each for each in held))

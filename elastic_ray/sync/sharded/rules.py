@@ -1,4 +1,4 @@
-"""Update rules for the rows of sharded tables, as values (pure)."""
+"""Update rules for rows of sharded tables, as values (pure)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNSERVED = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
-    """Base class of rules that update table rows, at ``lr_factor`` x the learning rate of parameter group ``group``."""
+    """Base class for rules that update table rows, at ``lr_factor`` x parameter group ``group``'s learning rate."""
 
     # the table's learning rate is that of the wrapped optimizer (of its parameter group ``group``, with its schedule
     # and the step's factor) times this; more than 0
@@ -44,7 +44,7 @@ class RowRule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowSGD(RowRule):
-    """Update rule p <- p - lr g, like ``torch.optim.SGD`` without momentum and weight decay.
+    """Update rule p <- p - lr g, like ``torch.optim.SGD`` without momentum or weight decay.
 
     Examples:
         >>> from elastic_ray.sync import RowSGD
@@ -83,10 +83,10 @@ class RowAdagrad(RowRule):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowAdam(RowRule):
-    """Update rule that applies Adam only to a step's rows, like ``SparseAdam``; other rows keep their moments.
+    """Update rule that applies Adam only to the rows in a step, like ``SparseAdam``; other rows keep their moments.
 
-    Bias correction counts the updates of the whole table and not of each row, as ``SparseAdam`` does. If a row is
-    first used late in training, its first updates are therefore not corrected for its small moments.
+    As in ``SparseAdam``, bias correction counts updates of the entire table, not of each row. If a row is first used
+    late in training, its first updates are therefore not corrected for its small moments.
 
     Attributes:
         betas: Decay rates of the first and second moments, each in [0, 1).

@@ -1,4 +1,4 @@
-"""Shard of a table that one rank holds, and its moves when the group changes (torch)."""
+"""Shard of a table held by one rank, and its moves when the group changes (torch)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _Rows = Mapping[str, Tensor]
 def update_rows(
     rule: RowRule, tensors: Mapping[str, Tensor], places: Tensor, gradient: Tensor, *, lr: float, step: int
 ) -> None:
-    """Update some rows of a table in place by an update rule.
+    """Update some of a table's rows in place, using an update rule.
 
     Args:
-        tensors: Weight of the table (``weight``) and the rule's state, each [places, width].
+        tensors: The table's weight (``weight``) and the rule's state, each [places, width].
         places: Positions of the rows in ``tensors``.
         gradient: Gradient of the rows, [len(places), width].
         step: Number of the update, starting at 1. ``lr`` is its learning rate.
@@ -60,11 +60,11 @@ _RULES: dict[type[RowRule], Callable[[Any, _Rows, Tensor, float, int], None]] = 
 
 
 def summed(pieces: list[tuple[Tensor, Tensor]], width: int) -> tuple[Tensor, Tensor]:
-    """Return the sum of several row gradients, with each id once and in ascending order.
+    """Return the sum of several row gradients, with unique ids in ascending order.
 
     Args:
-        pieces: Ids [n] and gradients [n, width] to add, in this order; at least one. Ids must be unique within each
-            pair.
+        pieces: Ids [n] and gradients [n, width] to add, in this order; at least one pair. Ids must be unique within
+            each pair.
     """
     if len(pieces) == 1:
         return pieces[0]
@@ -79,11 +79,11 @@ _Matrix = Sequence[Sequence[int]]
 
 
 class RowsLostError(LostGroupError):
-    """Error raised if all owners of some rows of a sharded table are lost; the job continues from a checkpoint."""
+    """Error raised if any rows of a sharded table have lost all owners; the job continues from a checkpoint."""
 
 
 class TableShard:
-    """Shard of a table that one rank holds.
+    """Shard of a table held by one rank.
 
     Methods raise CommunicationFailedError if the group breaks; the rank then keeps its rows.
 
@@ -102,7 +102,7 @@ class TableShard:
 
     @property
     def store(self) -> TileStore | None:
-        """Rows that this rank holds in the current group; None before the first group."""
+        """Rows held by this rank in the current group; None before the first group."""
         return self._stores[0] if self._stores else None
 
     @property
@@ -111,7 +111,7 @@ class TableShard:
         return self._like["weight"].device
 
     def start(self, source: InitialRows) -> None:
-        """Replace all rows held by this rank by initial rows from ``source``."""
+        """Replace all rows held by this rank with initial rows from ``source``."""
         self._stores, self._source = [], source
 
     def drop(self) -> None:
@@ -119,16 +119,16 @@ class TableShard:
         self._stores, self._source = [], None
 
     def take(self, store: TileStore) -> None:
-        """Hold the rows in ``store``, which this rank held in an earlier run in this process."""
+        """Hold the rows in ``store``, which this rank held during an earlier run in this process."""
         self._stores, self._source = [store], None
 
     def make_whole(self) -> None:
-        """Hold all rows of the table on this rank, because there is no group yet."""
+        """Hold all of the table's rows on this rank, because no group has been formed yet."""
         everything = tuple(range(self._tiling.tiles))
         self._set_owners(self._made(everything, self._source), tuple((0,) for _ in everything))
 
     def enter(self, communicator: Communicator, nodes: Sequence[str]) -> int:
-        """Receive the tiles that this rank owns in a new group; return the number of tiles sent between ranks.
+        """Receive the tiles this rank owns in a new group; return the number of tiles sent between ranks.
 
         All ranks with rows must have made the same updates.
 
@@ -154,14 +154,14 @@ class TableShard:
         return len(sent)
 
     def _everyone_holds(self, communicator: Communicator) -> list[frozenset[int]]:
-        """Return the tiles of each rank."""
+        """Return the tiles held by each rank."""
         tiles = self._tiling.tiles
         own = range(tiles) if self._source is not None else {tile for store in self._stores for tile in store.tiles}
         words = to_words(own, tiles)
         return [from_words(row, tiles) for row in communicator.gather_ints(words)]
 
     def _made(self, tiles: Sequence[int], source: InitialRows | None, leave: Any = ()) -> TileStore:
-        """Return a store of these tiles, filled from held rows or ``source``; tiles in ``leave`` are not filled."""
+        """Return a store with these tiles, filled from held rows or ``source``; tiles in ``leave`` are not filled."""
         new = TileStore.empty(self._tiling, tiles, self._like)
         for tile in tiles:
             if tile in leave:
@@ -180,7 +180,7 @@ class TableShard:
         self._by_tile = torch.tensor(owners, dtype=torch.int64, device=self.device)
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Send tiles that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
+        """Send tiles owned only by leaving ranks to ranks that stay (``stays[r]`` for rank r); called on every rank."""
         given = hand_over(self._owners, stays)
         if not given:
             return
@@ -191,16 +191,16 @@ class TableShard:
 
     @property
     def everywhere(self) -> bool:
-        """True if all ranks hold all rows of the table."""
+        """True if all ranks hold all of the table's rows."""
         return self._by_tile.shape[-1] == self._world
 
     def read(self, ids: Tensor) -> Tensor:
-        """Return the rows with these ids, [len(ids), width], all of which this rank must hold."""
+        """Return the rows with these ids, [len(ids), width]; this rank must hold all of them."""
         assert self.store is not None
         return self.store.rows(ids)
 
     def fetch(self, communicator: Communicator, ids: Tensor) -> Tensor:
-        """Fetch rows from their owners, [len(ids), width]; called on every rank, with empty ``ids`` to get none."""
+        """Fetch rows from their owners, [len(ids), width]; called on every rank, with empty ``ids`` to fetch none."""
         store, readers = self.store, self._by_tile[:, 0]
         assert store is not None
         here = store.holds(ids)
@@ -218,7 +218,7 @@ class TableShard:
         return rows
 
     def push(self, communicator: Communicator, ids: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Send row gradients to the row owners; return ids and summed gradients of the rows that this rank owns."""
+        """Send row gradients to the row owners; return ids and summed gradients for the rows this rank owns."""
         if communicator.world_size == 1:
             return ids, gradient
         owners = self._by_tile
@@ -233,7 +233,7 @@ class TableShard:
         return summed(list(pieces), gradient.shape[1])
 
     def whole(self, communicator: Communicator | None, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """Return the named tensors of the complete table on rank 0, None on other ranks; called on every rank."""
+        """Return the complete table's named tensors on rank 0, None on other ranks; called on every rank."""
         store = self.store
         assert store is not None
         stores = [store]
@@ -252,7 +252,7 @@ class TableShard:
 def carry_out(
     communicator: Communicator, moves: Sequence[Move], stores: Sequence[TileStore], into: TileStore, height: int
 ) -> None:
-    """Send tiles of ``height`` rows between ranks; all ranks call this with the same moves.
+    """Send tiles of ``height`` rows between ranks; called on every rank with the same moves.
 
     Tiles are sent from ``stores`` and received in the store ``into``.
     """
@@ -270,12 +270,12 @@ def carry_out(
 
 
 def _counts(communicator: Communicator, to: Tensor) -> _Matrix:
-    """Return the number of rows that each rank sends to each rank, given this rank's destinations."""
+    """Return the number of rows sent from each rank to each rank, given this rank's destinations."""
     return communicator.gather_ints(torch.bincount(to, minlength=communicator.world_size).tolist(), with_gradients=True)
 
 
 def _swap(communicator: Communicator, tensor: Tensor, matrix: _Matrix) -> Tensor:
-    """Exchange rows of a tensor, sorted by destination, with counts given per source and destination."""
+    """Exchange rows of a tensor sorted by destination, given the counts for each source and destination."""
     rank = communicator.rank
     mine, theirs = matrix[rank], [row[rank] for row in matrix]
     output = tensor.new_empty(sum(theirs), *tensor.shape[1:])

@@ -1,4 +1,4 @@
-"""Rows of a table that one rank holds, tile by tile, and the source of initial rows (torch)."""
+"""Table rows held by one rank, tile by tile, and the source of initial rows (torch)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_ray.sync.sharded.placement import RowTiling
 
 
 class TileStore:
-    """Rows of some tiles of a table, with the state of their update rule.
+    """Rows of some of a table's tiles, with their update rule's state.
 
     Args:
         tensors: Weight (``weight``) and the rule's state, each [len(tiles) * tiling.height, width], tile after tile.
@@ -28,7 +28,7 @@ class TileStore:
 
     @classmethod
     def empty(cls, tiling: RowTiling, tiles: Sequence[int], like: Mapping[str, Tensor]) -> TileStore:
-        """Return a store with uninitialised memory for these tiles, and with the dtypes and widths of ``like``."""
+        """Return a store with uninitialised memory for these tiles, with the same dtypes and widths as ``like``."""
         places = len(tiles) * tiling.height
         return cls(tiling, tiles, {name: each.new_empty(places, each.shape[1]) for name, each in like.items()})
 
@@ -37,25 +37,25 @@ class TileStore:
         return self._slots[ids % self.tiling.tiles] >= 0
 
     def places(self, ids: Tensor) -> Tensor:
-        """Return the positions, in this store's tensors, of the rows with these ids, which the store must hold."""
+        """Return the positions in this store's tensors of the rows with these ids; the store must hold them."""
         tiles = self.tiling.tiles
         return self._slots[ids % tiles] * self.tiling.height + torch.div(ids, tiles, rounding_mode="floor")
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return a copy of the rows with these ids, which this store must hold."""
+        """Return a copy of the rows with these ids; this store must hold them."""
         return self.tensors["weight"].index_select(0, self.places(ids))
 
     def tile(self, name: str, tile: int) -> Tensor:
         """Return a tile's part of one tensor, [height, width], as a writable view.
 
-        If the tile is one row shorter than ``height``, its last position is not used.
+        If the tile is one row shorter than ``height``, its last position is unused.
         """
         begin = int(self._slots[tile]) * self.tiling.height
         return self.tensors[name][begin : begin + self.tiling.height]
 
 
 class InitialRows(Protocol):
-    """Protocol of a source of a table's rows, used while no rank holds these rows yet."""
+    """Protocol for a source of a table's rows, used as long as no rank holds these rows."""
 
     @property
     def trained(self) -> bool:
@@ -66,10 +66,10 @@ class InitialRows(Protocol):
 
 
 class SeededRows:
-    """Random initial rows that are drawn tile by tile, so that all owners of a tile draw the same values.
+    """Random initial rows drawn tile by tile, so that all of a tile's owners draw the same values.
 
     Args:
-        padding: Row that is set to zero; None for no such row.
+        padding: Row set to zero; None for no such row.
         initial: Initial value of each tensor other than ``weight``.
     """
 
@@ -90,11 +90,11 @@ class SeededRows:
 
 
 class LoadedRows:
-    """Loaded complete table, which is kept until this rank has copied the tiles that it owns.
+    """Complete table that was loaded, kept until this rank has copied the tiles it owns.
 
     Args:
         whole: Weight (``weight``) and the loaded tensors of the rule's state, each [rows, width].
-        initial: Initial value of each state tensor that was not loaded.
+        initial: Initial value for each state tensor that was not loaded.
     """
 
     trained = True
@@ -113,7 +113,7 @@ class LoadedRows:
 
 
 def whole_of(tiling: RowTiling, name: str, stores: Sequence[Any]) -> Tensor:
-    """Return tensor ``name`` of a table, [rows, width], assembled from stores that together hold all tiles."""
+    """Return tensor ``name`` of a table, [rows, width], assembled from stores that hold all tiles between them."""
     first: Tensor = stores[0].tensors[name]
     whole = first.new_empty(tiling.rows, first.shape[1])
     for store in stores:

@@ -1,4 +1,4 @@
-"""Sharded table during training: its rows, their gradients, and its state through changes of the group (torch)."""
+"""Sharded table during training: its rows, their gradients, and its state across group changes (torch)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TableShape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Update:
-    """Identity of an update, made or pending: its number, the group that computed it, and its learning rate."""
+    """Identity of a completed or pending update: its number, the group that computed it, and its learning rate."""
 
     number: int = 0
     generation: int = 0
@@ -47,7 +47,7 @@ class _Update:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _PendingRows:
-    """Gradient rows that owners have received for the next update."""
+    """Gradient rows received by their owners for the next update."""
 
     update: _Update
     ids: Tensor
@@ -59,7 +59,7 @@ class ShardedTable:
 
     An update is decided once all ranks have received their gradients and a subsequent vote has ended. From then on,
     every surviving rank can make it. A rank that voted but did not update receives the other ranks' state, which
-    includes the only value that this rank lacks, the learning rate. After a loss, rows must therefore be sent only if
+    includes the only value this rank lacks, the learning rate. After a loss, rows therefore only need to be sent if
     they need a new second owner.
     """
 
@@ -86,7 +86,7 @@ class ShardedTable:
         self._loaded, self._begun = source.trained, False
 
     def left_for(self, run: Run) -> dict[str, Tensor] | None:
-        """Return the complete weight, to continue in ``run``, another run of this process; None before any group."""
+        """Return the complete weight, to continue in ``run``, another run in this process; None before any group."""
         if run is self._run:
             raise ValueError("a ShardedEmbedding must belong to one model, but another wrapped model already has it")
         if self._shard.store is not None and not self._shard.everywhere:
@@ -98,14 +98,14 @@ class ShardedTable:
 
     @property
     def updates(self) -> int:
-        """Number of updates of the table made so far."""
+        """Number of updates made to the table so far."""
         return self._last.number
 
     def load(self, whole: Mapping[str, Tensor], updates: int = 0) -> None:
         """Load a complete table and its number of updates; all ranks must load the same values.
 
         Raises:
-            RuntimeError: a loader's step is in progress, which might be lost and drawn again.
+            RuntimeError: a loader's step is in progress, and might be lost and drawn again.
             RanksDisagreeError: another rank does not load a table. CommunicationFailedError: the group broke.
         """
         group = self._run.group
@@ -123,10 +123,10 @@ class ShardedTable:
     def rows(self, ids: Tensor) -> Tensor:
         """Return current rows, [len(ids), width]; called on every rank at the same point, with or without ids.
 
-        The rows are zeros in a lost step, and while user code is replayed on a joiner.
+        The rows are zeros in a lost step, and while a joiner is replaying user code.
 
         Raises:
-            RanksDisagreeError: other ranks do something else at this point.
+            RanksDisagreeError: other ranks do something different at this point.
             RuntimeError: rows cannot be fetched at this point; the message says why.
         """
         ledger, group = self._run.ledger, self._run.group
@@ -150,11 +150,11 @@ class ShardedTable:
         return Announced(Intent.ROWS, self._number[0], self._number[1] * 4 + what)
 
     def join(self) -> None:
-        """Participate in other ranks' fetch of rows without fetching any, because this rank has no samples."""
+        """Participate in other ranks' row fetch without fetching any rows, because this rank has no samples."""
         self._shard.fetch(self._run.group.communicator, self._nothing[0])
 
     def _check_place(self) -> None:
-        """Raise RuntimeError at a point where not all ranks can fetch rows together."""
+        """Raise RuntimeError if not all ranks can fetch rows together at this point."""
         step, group = self._run.ledger.step, self._run.group
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
@@ -175,9 +175,9 @@ class ShardedTable:
     # -- gradients and updates -----------------------------------------------------------------------------------------
 
     def add_gradient(self, ids: Tensor, gradient: Tensor) -> None:
-        """Add the gradient that a backward pass has computed for rows that were fetched.
+        """Add the gradient that a backward pass has computed for fetched rows.
 
-        Raises RuntimeError if gradients of an earlier step have not been applied.
+        Raises RuntimeError if gradients from an earlier step have not been applied.
         """
         ledger, group = self._run.ledger, self._run.group
         if ledger.failed or ledger.replaying:
@@ -196,7 +196,7 @@ class ShardedTable:
         self._unused = True
 
     def _check_applied(self) -> None:
-        """Raise RuntimeError if a step has left gradients to a later one."""
+        """Raise RuntimeError if a step has left gradients for a later step."""
         unused, self._unused = self._unused, False
         if unused:
             raise RuntimeError(
@@ -206,7 +206,7 @@ class ShardedTable:
             )
 
     def push(self) -> None:
-        """Send row gradients to the row owners, and receive the gradients of this rank's rows; called on every rank."""
+        """Send row gradients to the row owners, and receive gradients for this rank's rows; called on every rank."""
         ids, gradient = self._shard.push(self._run.group.communicator, *self._local.take())
         update = _Update(self._last.number + 1, self._run.group.generation)
         before = self._pending
@@ -220,7 +220,7 @@ class ShardedTable:
         self._unused = False
 
     def zero(self) -> None:
-        """Clear the gradients of the table's rows, as ``zero_grad()`` does; do nothing if the step is lost."""
+        """Clear the gradients of the table's rows, like ``zero_grad()``; do nothing if the step is lost."""
         if not self._run.ledger.failed:  # user code runs on in a lost step; what was received may be needed
             self._local.zero()
             self._pending, self._unused = None, False
@@ -262,27 +262,27 @@ class ShardedTable:
         self._begun, self._unused, self._pending, self._gathered = True, False, None, None
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Send rows that only leaving ranks own to staying ranks r, for which ``stays[r]`` is True; a collective."""
+        """Send rows owned only by leaving ranks to ranks that stay (``stays[r]`` for rank r); called on every rank."""
         self._gathered = None
         self._shard.hand_over(self._run.group.communicator, stays)
 
     def gather(self) -> None:
-        """Gather the complete table on rank 0, where it stays until the next update; called on every rank."""
+        """Gather the complete table on rank 0, which keeps it until the next update; called on every rank."""
         self._gathered = self._shard.whole(self._run.group.communicator, self._names)
 
     @property
     def settled(self) -> bool:
-        """True if this rank can save the complete table."""
+        """True if this rank is able to save the complete table."""
         return self._gathered is not None or self._run.group.world_size == 1
 
     def whole(self, names: Sequence[str] = ("weight",)) -> dict[str, Tensor]:
-        """Return the named tensors of the complete table; on ranks other than 0, they are without rows. A collective.
+        """Return the complete table's named tensors, without rows on ranks other than 0; called on every rank.
 
         In a lost step, rank 0 also gets tensors without rows, and this is reported to the job's user.
 
         Raises:
             RanksDisagreeError: another rank does not make this call.
-            CommunicationFailedError: the group broke, outside of steps.
+            CommunicationFailedError: the group broke outside steps.
         """
         ledger, found = self._run.ledger, None
         self._check_place()
@@ -320,20 +320,20 @@ class ShardedTable:
         }
 
     def capture_to_save(self) -> Any:
-        """Return the shared state, with the complete table if this rank can save it."""
+        """Return the shared state, with the complete table if this rank is able to save it."""
         if not self._begun or not self.settled:
             return self.capture()
         whole = self._gathered or self._shard.whole(self._run.group.communicator, self._names)
         return {**self.capture(), "whole": whole}
 
     def capture_to_keep(self) -> Any:
-        """Return the shared state with the rows that this rank holds, for another run in this process."""
+        """Return the shared state with the rows held by this rank, for another run in this process."""
         store = self._shard.store
         kept = {"tiles": list(store.tiles), "tensors": dict(store.tensors)} if store is not None else {}
         return {**self.capture(), "kept": kept}
 
     def restore(self, tree: Any) -> None:
-        """Restore a captured state; held rows that lack the state's last update are updated if possible, or dropped.
+        """Restore a captured state; held rows that lack the state's last update are updated if possible, else dropped.
 
         Raises RuntimeError if the state belongs to a different table.
         """
@@ -357,7 +357,7 @@ class ShardedTable:
         self._last, self._pending, self._gathered = update, None, None
 
     def _check_same(self, tree: Any) -> None:
-        """Raise RuntimeError if a captured state is of a different table."""
+        """Raise RuntimeError if a captured state belongs to a different table."""
         mine = self.capture()
         for what in ("rows", "rule", "loaded"):
             alike = mine[what] == tree[what] or (what == "loaded" and (tree["begun"] or tree["loaded"]))
@@ -371,7 +371,7 @@ class ShardedTable:
 class LocalGradients:
     """Gradients of table rows on this rank, with the semantics of a parameter's ``.grad``.
 
-    Each micro-step adds the gradients of its backward passes, except those that ``zero_grad()`` clears. Gradients
+    Each micro-step adds the gradients from its backward passes, except any cleared with ``zero_grad()``. Gradients
     computed after ``optimizer.step()`` belong to another loss and are ignored.
 
     Args:
@@ -405,14 +405,14 @@ class LocalGradients:
             self.waits = True
 
     def close(self) -> None:
-        """Stop adding gradients in this micro-step, because the optimizer steps; later gradients are ignored."""
+        """Stop adding gradients in this micro-step, because the optimizer is about to step; ignore later gradients."""
         if not self._closed:
             self._carried += self._present
             self._present = []
         self._closed = True
 
     def zero(self) -> None:
-        """Clear the gradients that the current micro-step has added."""
+        """Clear the gradients added in the current micro-step."""
         self._present = []
         self._carried_sent = self.waits = False
 

@@ -1,1 +1,1 @@
-"""Sharded parameters (torch's ``fully_shard``) for changing groups: shards move while training continues."""
+"""Sharded parameters (torch's ``fully_shard``) in changing groups: shards move while training continues."""

@@ -1,8 +1,8 @@
-"""Deferred initialisation of a model that was built on the meta device, one module at a time (torch).
+"""Deferred initialisation of a model built on the meta device, one module at a time (torch).
 
-Only the parameters that one module holds directly are in memory as a whole at a time. Torch's recipe
-(``to_empty`` on the whole model, then ``reset_parameters`` on sharded parameters) would materialise all of them,
-and draw different numbers for each group size.
+At any time, only the parameters held directly by one module are in memory in full. Torch's recipe (``to_empty`` on the
+whole model, then ``reset_parameters`` on sharded parameters) would materialise all of them, and draw different numbers
+for each group size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ONE_AT_A_TIME = threading.Lock()  # torch's generators are the process's
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Initialisation:
-    """Initialisation of one module: function, device and buffers."""
+    """Initialisation of one module: its function, device and buffers."""
 
     function: Callable[[nn.Module], None] | None  # that it is given to; None for its own ``reset_parameters``
     device: torch.device  # where its parameters are to be
@@ -38,9 +38,9 @@ def prepare(module: nn.Module, function: Callable[[nn.Module], None] | None, dev
     """Find the initialiser of each submodule on the meta device, and allocate the submodule's buffers.
 
     Args:
-        function: Initialises the tensors that a module holds directly; None uses the modules' ``reset_parameters``.
+        function: Initialises the tensors held directly by a module; None uses the modules' ``reset_parameters``.
 
-    Raises ValueError if a module has no ``reset_parameters``, and there is no function.
+    Raises ValueError if a module has no ``reset_parameters``, and no function is given.
     """
     found: dict[nn.Module, _Initialisation] = {}
     covered: set[Tensor] = set()
@@ -73,12 +73,12 @@ def initialise(
 ) -> None:
     """Initialise a model's parameters and buffers as if it had been built after ``torch.manual_seed(seed)``.
 
-    The values are equal if the model's constructor creates modules in the order of ``modules()``, and random numbers
-    are drawn only in ``reset_parameters``.
+    The values are the same if the model's constructor creates modules in the order of ``modules()``, and draws random
+    numbers only in ``reset_parameters``.
 
     Args:
-        seed: Seed of torch's generators, whose states are restored afterwards.
-        keep: Called with the position and the whole value of each parameter; the value is freed afterwards.
+        seed: Seed for torch's generators, whose states are restored afterwards.
+        keep: Called with the position and the full value of each parameter; the value is freed afterwards.
 
     Raises ValueError if a module's initialisation does not fill its tensors, or changes their shapes.
     """
@@ -104,7 +104,7 @@ def initialise(
 
 
 def _made(name: str, module: nn.Module, places: Mapping[int, int]) -> Iterator[tuple[int, Tensor]]:
-    """Initialise one module; yield the positions and whole values of its own parameters."""
+    """Initialise one module; yield the positions and full values of its own parameters."""
     how = _KNOWN[module]
     shards = {key: p for key, p in module._parameters.items() if p is not None and id(p) in places}
     whole = {key: nn.Parameter(_blank(p, how.device), requires_grad=p.requires_grad) for key, p in shards.items()}

@@ -1,8 +1,8 @@
-"""Access to private fields of torch's ``fully_shard``, which no other module uses (torch).
+"""Access to private fields of torch's ``fully_shard``, used in no other module (torch).
 
-Torch cannot move a sharded module to another group. This module therefore replaces its mesh and its shards
-between two steps; modules, parameters and hooks stay the same objects. It is written for torch 2.11 to 2.15;
-:func:`check_torch` checks that the installed torch has all required fields.
+Torch cannot move a sharded module to another group. This module therefore replaces its mesh and its shards between two
+steps; modules, parameters and hooks stay the same objects. It is written for torch 2.11 to 2.15; :func:`check_torch`
+checks that the installed version has all required fields.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ NO_MEMORY_YET = (
 
 
 class UnknownTorchError(RuntimeError):
-    """Error raised if the installed version of torch lacks some of the expected private fields."""
+    """Error raised if the installed version of torch lacks any of the expected private fields."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardedParam:
-    """Parameter of a sharded module, with the private object that torch keeps for it."""
+    """Parameter of a sharded module, with the private object kept for it by torch."""
 
     name: str  # the first of its names in the model
     param: nn.Parameter  # the user's object, a ``DTensor``
@@ -97,15 +97,15 @@ class ShardedParam:
 
     @property
     def local_grad(self) -> Tensor | None:
-        """Gradient of the rows on this rank; None if there is none."""
+        """Gradient of the rows on this rank; None if they have no gradient."""
         grad: Any = self.param.grad
         return None if grad is None else grad._local_tensor
 
 
 def check_torch() -> None:
-    """Check that torch has the private fields that this module replaces.
+    """Check that torch has the private fields replaced by this module.
 
-    Raises UnknownTorchError if a field is missing; the message names missing fields and torch's version.
+    Raises UnknownTorchError if a field is missing; the message names the missing fields and torch's version.
     """
     if missing := _missing_fields():
         raise UnknownTorchError(
@@ -117,7 +117,7 @@ def check_torch() -> None:
 
 @functools.cache
 def _missing_fields() -> tuple[str, ...]:
-    """Return the private fields that a small sharded module lacks, with the names of their classes."""
+    """Return the private fields missing from a small sharded module, with the names of their classes."""
     if "_rank" not in inspect.signature(DeviceMesh).parameters:
         return ("DeviceMesh(_rank=)",)
     dispatcher: Any = DTensor._op_dispatcher
@@ -127,7 +127,7 @@ def _missing_fields() -> tuple[str, ...]:
 
 
 def missing_fields(module: nn.Module) -> tuple[str, ...]:
-    """Return the required private fields that a sharded module lacks, as ``Class.field``."""
+    """Return the required private fields missing from a sharded module, as ``Class.field``."""
     found = list(_lacking(module, ("_get_fsdp_state",)))
     if found:
         return tuple(found)
@@ -150,7 +150,7 @@ def _lacking(target: object, names: Sequence[str]) -> Iterator[str]:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """Return the groups of parameters that a sharded module gathers together; several if it has several meshes."""
+    """Return the parameter groups that a sharded module gathers together; several if it has several meshes."""
     several, one = _GROUPS
     if hasattr(state, several):
         return list(getattr(state, several))
@@ -159,7 +159,7 @@ def _param_groups(state: Any) -> list[Any]:
 
 
 def states_of(module: nn.Module) -> list[Any]:
-    """Return torch's state objects of all sharded modules in a model, without duplicates, outermost first."""
+    """Return torch's state objects for all sharded modules in a model, without duplicates, outermost first."""
     found: dict[int, Any] = {}
     for each in module.modules():
         if isinstance(each, FSDPModule):
@@ -174,12 +174,12 @@ def units_of(module: nn.Module) -> list[FSDPModule]:
 
 
 def groups_of(module: nn.Module) -> list[Any]:
-    """Return torch's parameter groups of all sharded modules; the parameters of one group are gathered together."""
+    """Return torch's parameter groups for all sharded modules; parameters in the same group are gathered together."""
     return [group for state in states_of(module) for group in _param_groups(state)]
 
 
 def params_of(module: nn.Module) -> list[ShardedParam]:
-    """Return all sharded parameters of a model, in model order."""
+    """Return all sharded parameters in a model, in model order."""
     fields = {id(field.sharded_param): field for group in groups_of(module) for field in group.fsdp_params}
     return [
         ShardedParam(name, param, tuple(fields[id(param)]._orig_size), fields[id(param)])
@@ -189,9 +189,9 @@ def params_of(module: nn.Module) -> list[ShardedParam]:
 
 
 def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
-    """Return the parameters of a sharded module whose gradients torch scatters together, in memory order.
+    """Return a sharded module's parameters whose gradients torch scatters together, in memory order.
 
-    Each parameter comes with the number of elements in this rank's rows, without and with zero padding.
+    Each parameter is returned with the number of elements in this rank's rows, without and with zero padding.
     """
     return [
         (field.sharded_param, field.sharded_size.numel(), field.padded_sharded_param_size.numel())
@@ -240,10 +240,10 @@ def install_hooks(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_re
 
 
 def watch_use(unit: FSDPModule, used: Callable[[nn.Parameter], None]) -> None:
-    """Report which parameters of a sharded module have a gradient when torch scatters gradients.
+    """Report which of a sharded module's parameters have a gradient when torch scatters gradients.
 
-    For all other parameters, torch scatters zeros, which cannot be distinguished from gradients later, because ranks
-    may use different parameters.
+    For all other parameters, torch scatters zeros, which cannot be told apart from gradients later, because ranks may
+    use different parameters.
 
     Args:
         used: Called with each such parameter, at least once per backward pass.
@@ -253,7 +253,7 @@ def watch_use(unit: FSDPModule, used: Callable[[nn.Parameter], None]) -> None:
 
 
 def _post_backward(group: Any, used: Callable[[nn.Parameter], None], *unused: Any) -> None:
-    """Report the used parameters of a group, then call torch's handler for a backward pass that has reached it."""
+    """Report a group's used parameters, then call torch's handler for a backward pass that has reached the group."""
     for field in group.fsdp_params:
         gathered = field._unsharded_param if hasattr(field, "_unsharded_param") else None
         if (gathered is not None and gathered.grad is not None) or field.unsharded_accumulated_grad is not None:
@@ -264,7 +264,7 @@ def _post_backward(group: Any, used: Callable[[nn.Parameter], None], *unused: An
 
 
 def _knows_unused() -> bool:
-    """True if torch itself scatters zeros for parameters that a pass has not used."""
+    """True if torch itself scatters zeros for parameters not used in a pass."""
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
@@ -273,10 +273,10 @@ def _refuse_setting(setter: str, *arguments: Any, **options: Any) -> None:
 
 
 def hollow_out(module: nn.Module, device: torch.device) -> None:
-    """Replace the parameters of a sharded module on the meta device by stand-ins.
+    """Replace the parameters of a sharded module on the meta device with stand-ins.
 
-    A stand-in is on the given device and has the parameter's shape, but memory for one element only. All elements
-    read as NaN, and torch refuses to write more than one number into it.
+    A stand-in is on the given device and has the parameter's shape, but memory for only one element. All elements read
+    as NaN, and torch refuses to write more than one number into it.
     """
     for group in groups_of(module):
         for field in group.fsdp_params:
@@ -293,17 +293,17 @@ def hollow_out(module: nn.Module, device: torch.device) -> None:
 
 
 def stands_in(param: Tensor) -> bool:
-    """True if a parameter of a sharded module is a stand-in without memory."""
+    """True if a sharded module's parameter is a stand-in without memory."""
     return bool(getattr(param, "elastic_ray_stands_in", False))
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True if the tensor is a parameter of a sharded module."""
+    """True if the tensor is a sharded module's parameter."""
     return isinstance(tensor, DTensor)
 
 
 def to_sharded(module: nn.Module) -> None:
-    """Free a model's gathered parameters, even during a lost step or after a pass without gradients."""
+    """Free a model's gathered parameters, even in a lost step or after a pass without gradients."""
     for state in states_of(module):
         if state._is_root:
             _reset(state)
@@ -337,21 +337,21 @@ def _reset(root: Any) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free gathered parameters, as torch does after each call of a sharded module."""
+    """Free gathered parameters, as torch does after each call to a sharded module."""
     for unit in units_of(module):
         unit.reshard()
 
 
 def is_backward_over(module: nn.Module) -> bool:
-    """True if torch has finished the backward pass, including its last reductions."""
+    """True if torch has finished the backward pass, including the last reductions."""
     return not any(state._state_ctx.post_backward_final_callback_queued for state in states_of(module))
 
 
 def reduce_rest(module: nn.Module) -> None:
-    """Reduce gradients that torch has left unreduced at the end of a backward pass.
+    """Reduce gradients that torch has left unreduced after a backward pass.
 
     If a module is used several times under reentrant checkpointing, torch considers its part of the pass finished after
-    the first nested backward pass, and would add later gradients to those of the next step.
+    the first nested backward pass, and would add later gradients to the next step's gradients.
     """
     for group in groups_of(module):
         fields = [field for field in group.fsdp_params if hasattr(field, "_unsharded_param")]
@@ -363,14 +363,14 @@ def reduce_rest(module: nn.Module) -> None:
 
 
 def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
-    """Return memory for a shard in the form that torch expects.
+    """Return memory for a shard in the form expected by torch.
 
     Args:
-        rows: Rows of the shard; None if it has no rows. Exactly ``chunk`` rows are not copied if nothing else shares
-            their memory.
-        chunk: Number of rows in the largest shard, to which torch pads all shards.
+        rows: Rows of the shard; None if it has no rows. If there are exactly ``chunk`` rows and nothing else shares
+            their memory, they are not copied.
+        chunk: Number of rows in the largest shard; torch pads all shards to this size.
 
-    Returns the whole memory, which is zero after the rows, and a view of only the rows.
+    Returns the entire memory, which is zero after the rows, and a view of just the rows.
     """
     alone = rows is not None and rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.nbytes
     if rows is not None and alone and len(rows) == chunk:
@@ -383,10 +383,10 @@ def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Te
 
 
 def adopt(module: nn.Module, mesh: DeviceMesh, shards: Sequence[tuple[ShardedParam, Tensor, Tensor]]) -> None:
-    """Give a model's parameters, which stay the same objects, the shards of another group.
+    """Give a model's parameters, which stay the same objects, another group's shards.
 
     Args:
-        shards: Each parameter with the result of :func:`memory_for`: whole memory, and view of the rows.
+        shards: Each parameter with the result of :func:`memory_for`: entire memory, and view of the rows.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 

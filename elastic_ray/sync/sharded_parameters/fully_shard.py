@@ -1,4 +1,4 @@
-"""Public function ``elastic_ray.fully_shard``, torch's function for groups of workers that may change (torch)."""
+"""Public function ``elastic_ray.fully_shard``, torch's function for worker groups that may change (torch)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def fully_shard(
 ) -> Module:
     """Shard a module's parameters, gradients and optimizer state over any number of workers.
 
-    Use this function like ``torch.distributed.fsdp.fully_shard``, on which it is based. On every worker, call it on
-    the model's blocks and finally on the model itself, then create the optimizer and wrap both in
-    ``AdaptiveDataParallel``. Parameters become ``DTensor`` objects, which remain the same objects when the group
-    changes; only their rows move. At least two workers hold each row, so that no state is lost with a single worker.
-    The results equal those of a replicated model up to rounding.
+    Use this function like ``torch.distributed.fsdp.fully_shard``, which it is based on. On every worker, call it on the
+    model's blocks and finally on the model itself, then create the optimizer and wrap both in ``AdaptiveDataParallel``.
+    Parameters become ``DTensor`` objects, which remain the same objects when the group changes; only their rows move.
+    At least two workers hold each row, so losing a single worker loses no state. The results are the same as for a
+    replicated model, up to rounding.
 
     Args:
         module: Module with a ``forward``, on its device. Its parameters must have a first dimension and be contiguous,
@@ -51,14 +51,13 @@ def fully_shard(
         reshard_after_forward: Whether to free gathered parameters between forward and backward. By default, all are
             freed except the parameters of the outermost module.
         mp_policy: Dtypes of computation and of reductions.
-        param_init_fn: For a module that was built on the meta device: called with each submodule to fill the
-            parameters and buffers that it holds directly. By default, each submodule's ``reset_parameters()`` is
-            called.
-        device: For a module that was built on the meta device: the device of its shards. Defaults to the current CUDA
-            device, or to the CPU if CUDA is not available.
-        shard_size: Number of workers in a shard group (HSDP), at least 2, equal for all modules of a model. Each
-            group divides the whole model among its workers, and groups average gradients. By default, or if the
-            workers cannot be divided into two or more such groups, rows are divided among all workers.
+        param_init_fn: For a module built on the meta device: called with each submodule to fill the parameters and
+            buffers that it holds directly. By default, each submodule's ``reset_parameters()`` is called.
+        device: For a module built on the meta device: the device for its shards. Defaults to the current CUDA device,
+            or to the CPU if CUDA is not available.
+        shard_size: Number of workers in a shard group (HSDP), at least 2, the same for all modules in a model. Each
+            group divides the entire model among its workers, and gradients are averaged across groups. By default, or
+            if the workers cannot be divided into two or more such groups, rows are divided among all workers.
         options: Other options of torch's function. They are not supported and raise a TypeError.
 
     Returns:
@@ -66,8 +65,8 @@ def fully_shard(
 
     Raises:
         TypeError: An option is unknown or not supported, or an argument has the wrong type.
-        ValueError: The module cannot be sharded, is already sharded, or belongs to a model that is already wrapped.
-            An argument for modules on the meta device is given for a module in memory. ``shard_size`` is below 2, or
+        ValueError: The module cannot be sharded, is already sharded, or belongs to a model that is already wrapped; or
+            an argument for modules on the meta device is given for a module in memory; or ``shard_size`` is below 2 or
             differs from the value for submodules.
         UnknownTorchError: The installed torch lacks the expected private fields.
     """
@@ -128,7 +127,7 @@ def _check_types(module: object, reshard_after_forward: object, mp_policy: objec
 def _is_unmade(module: nn.Module, kind: str, **options: object) -> bool:
     """True if a module has parameters or buffers without memory.
 
-    Raises ValueError if its parameters are in memory, but its buffers or the options do not match that.
+    Raises ValueError if its parameters are in memory, but its buffers or the options are for the meta device.
     """
     buffers = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if kind == "meta":
@@ -151,7 +150,7 @@ def _is_unmade(module: nn.Module, kind: str, **options: object) -> bool:
 
 
 def _device_of(device: torch.device | str | None) -> torch.device:
-    """Return the device for parameters that have no memory yet."""
+    """Return the device for parameters that have not been allocated yet."""
     if device is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     found = torch.device(device)

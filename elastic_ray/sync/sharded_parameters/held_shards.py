@@ -1,4 +1,4 @@
-"""Shards that a rank holds, which consist of parameter rows and their optimizer state (torch)."""
+"""Shards held by a rank, made up of parameter rows and their optimizer state (torch)."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class Shard:
         self.views[param], self.states[view] = view, state
 
     def rows(self, param: int) -> Rows:
-        """Return the values and the optimizer state of a parameter's rows in this shard."""
+        """Return the values and optimizer state for a parameter's rows in this shard."""
         view = self.views[param]
         return {VALUE: view.detach(), **self.states[view]}
 
 
 class HeldShards:
-    """Shards of a model that this rank holds, with their optimizer state.
+    """Shards of a model held by this rank, with their optimizer state.
 
     Attributes:
-        unread: All rows of each parameter in the checkpoint from which this rank continues, which are read when they
-            are sent or used; empty without a checkpoint.
+        unread: All rows of each parameter in the checkpoint that this rank continues from, read when they are sent or
+            used; empty without a checkpoint.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -65,12 +65,12 @@ class HeldShards:
         self.unread: dict[int, Rows] = {}
 
     def keep(self, shards: Mapping[ShardId, Shard], unread: Mapping[int, Rows] | None = None) -> None:
-        """Replace all held shards (and unread checkpoint rows) by the given ones."""
+        """Replace all held shards (and unread checkpoint rows) with the given ones."""
         self.shards, self.unread = dict(shards), dict(unread or {})
 
     @property
     def ids(self) -> set[ShardId]:
-        """Ids of the shards that this rank can send."""
+        """Ids of the shards this rank is able to send."""
         return {*self.shards, WHOLE} if self.unread else set(self.shards)
 
     def take(
@@ -79,11 +79,11 @@ class HeldShards:
         shard: ShardId,
         place: Callable[[Piece, Tensor], Tensor] = lambda _, value: value,
     ) -> Shard:
-        """Return ``shard``, assembled from held and received rows, whose memory it may share (see :func:`apart`).
+        """Return ``shard``, assembled from held and received rows; it may share their memory (see :func:`apart`).
 
         Args:
             move: Received rows, each with its piece (range of rows).
-            place: Moves rows of a parameter to their final memory; by default, they stay where they are.
+            place: Moves a parameter's rows to their final memory; by default, they are not moved.
         """
         made = Shard()
         for piece in pieces_of(self.counts, shard):
@@ -93,7 +93,7 @@ class HeldShards:
         return made
 
     def _parts(self, piece: Piece, received: Sequence[tuple[Piece, Rows]]) -> list[tuple[Piece, Rows]]:
-        """Return consecutive parts of a piece, each cut from a source that contains it."""
+        """Return consecutive parts of a piece, each cut from a source that includes it."""
         sources = [*self._all_rows(piece.param), *received]
         found: list[tuple[Piece, Rows]] = []
         at = piece.start
@@ -115,11 +115,11 @@ class HeldShards:
                 yield piece, held.rows(param)
 
     def give(self, piece: Piece) -> Rows:
-        """Return the values and optimizer state of a piece's rows, joined from held shards."""
+        """Return the values and optimizer state for a piece's rows, joined from held shards."""
         return joined(self._parts(piece, ()))
 
     def whole(self, param: int, received: Sequence[tuple[Piece, Rows]] = ()) -> tuple[Tensor, State]:
-        """Return a whole parameter and its optimizer state, from held and received rows, in new memory on the CPU."""
+        """Return a full parameter and its optimizer state, from held and received rows, in new memory on the CPU."""
         mine = [each for each in received if each[0].param == param]
         parts = self._parts(Piece(param, 0, self.counts[param]), mine)
         rows = joined([(piece, _on_cpu(each)) for piece, each in parts], copies=True)
@@ -143,7 +143,7 @@ def _narrowed(value: Tensor | UnreadTensor, first: int, count: int) -> Tensor:
 
 
 def joined(parts: Sequence[tuple[Piece, Rows]], *, copies: bool = False) -> Rows:
-    """Return consecutive rows joined into one; a single part is returned uncopied, unless ``copies`` is True."""
+    """Return consecutive rows joined into one; a single part is returned without copying unless ``copies`` is True."""
     (_, first), *_ = parts
     like = first[VALUE].shape
     found: Rows = {}
@@ -162,7 +162,7 @@ def apart(shard: Shard, *, values: bool) -> Shard:
     """Return a copy of the shard that does not share memory with larger tensors.
 
     Args:
-        values: Whether to copy parameter rows as well, and not only the optimizer state.
+        values: Whether to copy parameter rows as well as the optimizer state.
     """
     made = Shard()
     for place, view in shard.views.items():
@@ -178,11 +178,11 @@ def _on_cpu(rows: Rows) -> Rows:
 def carry_out(
     communicator: Communicator, moved: Sequence[RowMove], give: Callable[[Piece], Rows]
 ) -> list[tuple[Piece, Rows]]:
-    """Send rows as ``moved`` says, one message per pair of ranks; called on every rank with the same moves.
+    """Send rows according to ``moved``, in one message per pair of ranks; called on every rank with the same moves.
 
-    ``give`` returns the rows of a piece to send. Returns the rows that this rank has received, each with its piece.
+    ``give`` returns the rows of a piece to send. Returns the rows received by this rank, each with its piece.
 
-    Raises CommunicationFailedError if the group breaks, or a peer sent unexpected data. Held rows are unchanged.
+    Raises CommunicationFailedError if the group breaks or a peer sends unexpected data, leaving held rows unchanged.
     """
     found = list(exchange(communicator, by_pair(moved), give))
     for piece, rows in found:
@@ -193,13 +193,13 @@ def carry_out(
 
 
 def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard, share: ShardId) -> Written:
-    """Return the rows of a shard that one of its owners writes to a checkpoint, as pieces of the whole tensors.
+    """Return the shard rows that one of its owners writes to a checkpoint, as pieces of the full tensors.
 
     Other optimizer state of a parameter, such as a step count, is written with the parameter's first rows. A rank
     that writes later rows returns `Pieces` without elements for it, so that all ranks list the same names in order.
 
     Args:
-        share: Index of this rank among the shard's owners, and number of owners.
+        share: This rank's index among the shard's owners, and the number of owners.
     """
     found: Written = {}
     for place, view in own.views.items():
@@ -225,7 +225,7 @@ def _piece(value: Any, rows: Tensor, shape: tuple[int, ...], start: int) -> Any:
 
 
 def placed(state: State, param: ShardedParam, options: Mapping[str, Any]) -> State:
-    """Return a parameter's whole state, for example from a checkpoint, with step counts on the right device.
+    """Return a parameter's full state, for example from a checkpoint, with step counts on the right device.
 
     Rows are read, or copied to the device, only when they are used.
     """
@@ -236,7 +236,7 @@ def placed(state: State, param: ShardedParam, options: Mapping[str, Any]) -> Sta
 
 
 def rows_of_state(state: State, shape: tuple[int, ...], start: int, stop: int) -> State:
-    """Return the part of a parameter's state for the rows from ``start`` to ``stop``, in new memory."""
+    """Return the part of a parameter's state for rows ``start`` to ``stop``, in new memory."""
     found: State = {}
     for key, value in state.items():
         if isinstance(value, UnreadTensor):

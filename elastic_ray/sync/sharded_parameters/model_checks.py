@@ -1,4 +1,4 @@
-"""Checks whether a model can be sharded and trained; error messages suggest an alternative (torch).
+"""Checks that a model can be sharded and trained; error messages suggest an alternative (torch).
 
 These checks run for every model. They do not import torch's sharding modules, which would take a second.
 """
@@ -56,15 +56,15 @@ _HOOKS = (
 
 
 def key_of(shard_size: int | None) -> str:
-    """Return the key under which step times of sharded models with this shard size are recorded.
+    """Return the key for recording step times of sharded models with this shard size.
 
-    If all workers form one group (None), the key contains no size, so that records of earlier versions stay valid.
+    If all workers form one group (None), the key contains no size, so that records from earlier versions stay valid.
     """
     return SHARDED.name if shard_size is None else f"{SHARDED.name}({shard_size})"
 
 
 def strategy_of(model: nn.Module) -> Strategy:
-    """Return a strategy whose name identifies a sharded model's layout, for records of step times.
+    """Return a strategy with a name that identifies a sharded model's layout, for recording step times.
 
     Raises ValueError if modules were sharded with different values of ``shard_size``.
     """
@@ -72,17 +72,17 @@ def strategy_of(model: nn.Module) -> Strategy:
 
 
 def is_sharded_model(module: nn.Module) -> bool:
-    """True if any module of the model is sharded by ``fully_shard``, torch's or ours."""
+    """True if any module in the model is sharded with ``fully_shard``, from torch or this package."""
     return any(hasattr(type(each), "_get_fsdp_state") for each in module.modules())
 
 
 def set_shard_size(module: nn.Module, shard_size: int | None) -> None:
-    """Record the shard size with which a module was sharded."""
+    """Record the shard size used to shard a module."""
     setattr(module, _SHARD_SIZE, shard_size)
 
 
 def shard_size_of(model: nn.Module) -> int | None:
-    """Return the shard size that all sharded modules of a model share.
+    """Return the shard size shared by all sharded modules in a model.
 
     Raises ValueError if modules were sharded with different values.
     """
@@ -97,7 +97,7 @@ def shard_size_of(model: nn.Module) -> int | None:
 
 
 def _check_shard_size(module: nn.Module, shard_size: int | None) -> None:
-    """Raise TypeError or ValueError if `shard_size` is invalid, or differs from that of sharded modules inside."""
+    """Raise TypeError or ValueError if `shard_size` is invalid or different from the sharded modules inside."""
     if shard_size is not None and (isinstance(shard_size, bool) or not isinstance(shard_size, int)):
         raise TypeError(f"shard_size must be a number of workers or None, but got {shard_size!r:.80}")
     if shard_size is not None and shard_size < 2:
@@ -115,7 +115,7 @@ def _check_shard_size(module: nn.Module, shard_size: int | None) -> None:
 
 
 def refuse_gradient_hooks(params: Iterable[ShardedParam]) -> None:
-    """Raise ValueError if a sharded parameter has a gradient hook, because torch would never call it."""
+    """Raise ValueError if a sharded parameter has a gradient hook, because torch would never call the hook."""
     for each in params:
         if each.param._backward_hooks:
             raise ValueError(

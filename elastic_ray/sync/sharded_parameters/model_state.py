@@ -1,4 +1,4 @@
-"""Parameters and buffers of a sharded model, as they are sent and saved (torch)."""
+"""Parameters and buffers of a sharded model, in the form they are sent and saved (torch)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimiz
 
 
 class ShardedModelState:
-    """State of a sharded model: only its buffers for joining ranks, and also whole parameters for checkpoints.
+    """State of a sharded model: just its buffers for joining ranks, plus full parameters for checkpoints.
 
     Joining ranks receive rows separately, as shards.
 
     Attributes:
-        takes_unread: Whether ranks read only the rows of a checkpoint's parameters that they need.
+        takes_unread: Whether ranks read only the rows they need from a checkpoint's parameters.
     """
 
     in_place, takes_unread = False, True
@@ -32,14 +32,14 @@ class ShardedModelState:
         return {"buffers": dict(self._module.named_buffers())}
 
     def capture_to_save(self) -> Any:
-        """Return the model's buffers, and its whole parameters if this rank has them."""
+        """Return the model's buffers, and its full parameters if this rank has them."""
         whole = self._optimizer.gathered_whole()
         names = [each.name for each in self._optimizer.params]
         found = {} if whole is None else {"parameters": {names[place]: value for place, (value, _) in whole.items()}}
         return {**self.capture(), **found}
 
     def capture_part(self, rank: int, world_size: int) -> Any:
-        """Return the rows that this rank owns and, on rank 0, the buffers; see ``WrittenInParts``."""
+        """Return the rows owned by this rank and, on rank 0, the buffers; see ``WrittenInParts``."""
         if self._optimizer.divided:
             rows = {"parameters": self._optimizer.written_params()}
         else:
@@ -48,7 +48,7 @@ class ShardedModelState:
         return {**self.capture(), **rows} if rank == 0 else rows
 
     def capture_to_keep(self) -> Any:
-        """Return the state that all ranks hold; this rank's rows are kept with the optimizer state."""
+        """Return the state held by all ranks; this rank's rows are kept with the optimizer state."""
         return self.capture()
 
     @torch.no_grad()
@@ -67,12 +67,12 @@ class ShardedModelState:
 
 
 def _key(prefix: str, name: str) -> str:
-    """Return a parameter's state dict key, without the name that activation checkpointing inserts."""
+    """Return a parameter's state dict key, without the name inserted by activation checkpointing."""
     return prefix + name.replace("_checkpoint_wrapped_module.", "")
 
 
 def shard_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-    """Replace whole parameters in a state dict by this rank's rows, before torch loads it into a sharded module."""
+    """Replace full parameters in a state dict with this rank's rows before torch loads it into a sharded module."""
     for name, param in module.named_parameters():
         key = _key(prefix, name)
         value = state_dict.get(key)
@@ -88,7 +88,7 @@ def shard_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: st
 
 
 class StateDicts:
-    """Hooks by which a sharded model's ``state_dict()`` and ``load_state_dict()`` handle whole parameters."""
+    """Hooks that make a sharded model's ``state_dict()`` and ``load_state_dict()`` handle full parameters."""
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
@@ -99,7 +99,7 @@ class StateDicts:
         hooked._load_state_dict_pre_hooks.move_to_end(taking.id, last=False)
 
     def _give(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Replace rows in a state dict by whole parameters, if this rank has them (torch hook)."""
+        """Replace rows in a state dict with full parameters, if this rank has them (torch hook)."""
         sharded = {name for name, value in state_dict.items() if isinstance(value, Tensor) and is_sharded(value)}
         if not sharded:
             return
@@ -124,7 +124,7 @@ class StateDicts:
     def _load_rows(
         self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, *arguments: Any
     ) -> None:
-        """Copy whole parameters' rows that this rank holds for others; raises RuntimeError for ``assign=True``."""
+        """Copy the full parameters' rows that this rank holds for others; raises RuntimeError for ``assign=True``."""
         if local_metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 "load_state_dict(assign=True) would put other parameters in the place of those that the optimizer of a "

@@ -1,7 +1,7 @@
-"""Process group for a sharded model's tensors, based on elastic-ray's collectives (torch).
+"""Process group for a sharded model's tensors, built on elastic-ray's collectives (torch).
 
-Torch's own ``ProcessGroup`` would block in a collective whose peer is lost, and raise inside user code. The
-process group in this module has no connections of its own. Collectives that user code triggers on sharded tensors
+If a peer is lost, torch's own ``ProcessGroup`` would block in a collective, and raise inside user code. The process
+group in this module has no separate connections. Collectives triggered by user code on sharded tensors
 (``clip_grad_norm_``, ``full_tensor()``) run in the current generation, or are skipped in a lost step.
 """
 
@@ -37,7 +37,7 @@ _MAKING = threading.Lock()
 
 
 class ShardProcessGroup(dist.ProcessGroup):
-    """Process group that runs the collectives of a sharded model's tensors in the current generation.
+    """Process group that runs collectives on a sharded model's tensors in the current generation.
 
     Args:
         collectives: Collectives of the model; None for a group of one.
@@ -77,7 +77,7 @@ class ShardProcessGroup(dist.ProcessGroup):
         return EndedWork()
 
     def all_gather_single(self, output: Any, tensor: Any, options: Any = None) -> Any:
-        """Gather ``tensor`` from all ranks into ``output``, as ``full_tensor()`` of a sharded tensor requires."""
+        """Gather ``tensor`` from all ranks into ``output``, as required by ``full_tensor()`` of a sharded tensor."""
         collectives = self._collectives
         if collectives is None:
             output.copy_(tensor.reshape(output.shape))
@@ -99,7 +99,7 @@ class ShardProcessGroup(dist.ProcessGroup):
 def make_mesh(
     device_type: str, rank: int, world_size: int, collectives: ShardCollectives | None, *, name: str = ""
 ) -> DeviceMesh:
-    """Return a new mesh that is unequal to all others, because torch reuses cached results for equal meshes."""
+    """Return a new mesh that is not equal to any other, because torch reuses cached results for equal meshes."""
     name = name or f"{_NAME}{next(_NUMBERS)}"
     mesh = DeviceMesh(device_type, torch.arange(world_size), mesh_dim_names=(name,), _init_backend=False, _rank=rank)
     group = _registered(name, lambda: ShardProcessGroup(rank, world_size, collectives))
@@ -109,9 +109,9 @@ def make_mesh(
 
 
 def _registered(name: str, make: Callable[[], Any]) -> Any:
-    """Return the group registered in torch under this name; if there is none, register the result of ``make``.
+    """Return the group registered in torch under this name; if missing, register the result of ``make``.
 
-    Meshes of one on two devices share the group.
+    Meshes of a single rank on two devices share the group.
     """
     try:
         return _resolve_process_group(name)  # type: ignore[arg-type]
@@ -122,13 +122,13 @@ def _registered(name: str, make: Callable[[], Any]) -> Any:
 
 
 def discard_mesh(mesh: DeviceMesh) -> None:
-    """Unregister a mesh that no tensor uses any longer."""
+    """Unregister a mesh that is no longer used by any tensor."""
     for name in mesh._dim_group_names:
         _unregister_process_group(name)
 
 
 def _number(call: Any, arguments: Any, options: Any) -> Any:
-    """Return ``item()`` of a sharded tensor as a global value; tensors on other meshes give torch's result."""
+    """Return ``item()`` of a sharded tensor as a global value, and torch's result for tensors on other meshes."""
     tensor: Any = arguments[0]
     ours = (tensor.device_mesh.mesh_dim_names or ("",))[0].startswith(_NAME)
     alike = all(each.is_replicate() for each in tensor.placements)
@@ -136,10 +136,10 @@ def _number(call: Any, arguments: Any, options: Any) -> Any:
 
 
 def _norms(call: Any, arguments: Any, options: Any) -> Any:
-    """Return norms of one or several sharded tensors as torch does, even if this rank has no rows of some.
+    """Return norms of one or more sharded tensors like torch, even if this rank has no rows of some of them.
 
-    Torch raises an error for the largest and the smallest element of an empty tensor. Here, an empty part has no effect
-    on the result.
+    Torch raises an error for the largest or smallest element of an empty tensor. Here, an empty part has no effect on
+    the result.
     """
     dispatcher: Any = DTensor._op_dispatcher
     info = dispatcher.unwrap_to_op_info(call, arguments, options)
@@ -157,7 +157,7 @@ def _norms(call: Any, arguments: Any, options: Any) -> Any:
 
 
 def explain_mixtures() -> None:
-    """Patch torch's error for mixing a sharded model's tensors with others, so that it suggests a solution."""
+    """Patch torch's error about mixing a sharded model's tensors with others, so that it suggests a solution."""
     dispatcher: Any = DTensor._op_dispatcher
     propagate = getattr(dispatcher, _PROPAGATE)
     if hasattr(propagate, "__wrapped__"):
@@ -181,7 +181,7 @@ def make_numbers_whole() -> None:
     """Patch torch so that ``item()``, ``float()`` and ``bool()`` of a sharded tensor return the global value.
 
     Without the patch, torch returns this rank's part, such as the norm of the rank's own rows for ``p.grad.norm()``.
-    Norms of any order are also patched to support ranks without rows.
+    Norms of any order are also patched, to support ranks without rows.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _number)
@@ -190,7 +190,7 @@ def make_numbers_whole() -> None:
 
 
 def mesh_of_one(device_type: str) -> DeviceMesh:
-    """Return a mesh of this process alone, on which modules are sharded before their model joins a run."""
+    """Return a mesh with only this process, for sharding modules before their model joins a run."""
     with _MAKING:
         if device_type not in _ALONE:
             _ALONE[device_type] = make_mesh(device_type, 0, 1, None, name=ALONE[0])

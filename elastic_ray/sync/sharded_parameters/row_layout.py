@@ -1,10 +1,10 @@
-"""Layout of parameter rows over ranks, and the moves between layouts when the group changes (pure).
+"""Layout of parameter rows on ranks, and the moves between layouts when the group changes (pure).
 
-Torch divides each parameter along its first dimension as ``torch.chunk`` does: among ``W`` ranks, rank ``r`` owns
-rows ``[r * c, (r + 1) * c)`` with ``c = ceil(rows / W)``, limited by the number of rows. Two numbers thus
-identify a shard: the number of parts, and its index among them. At least two ranks hold each shard. With several
-shard groups, these are its owners, one in each group. In a single group of all ranks, they are its owner and a
-follower: the next rank or, for the first step after a change, a rank that already has the rows.
+Torch divides each parameter along its first dimension as ``torch.chunk`` does: among ``W`` ranks, rank ``r`` owns rows
+``[r * c, (r + 1) * c)`` with ``c = ceil(rows / W)``, limited by the number of rows. Two numbers thus identify a shard:
+the number of parts, and its index among them. At least two ranks hold each shard. With several shard groups, these are
+its owners, one in each group. In a single group of all ranks, they are its owner and a follower: the next rank or, for
+the first step after a group change, a rank that already has the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COPIES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class ShardId:
-    """Identifier of a shard of the whole model: the number of parts, and its index among them."""
+    """Identifier of a shard of the model: the number of parts, and the shard's index among them."""
 
     world: int  # ranks that it was cut for, those of a shard group; 1 or more
     index: int  # its place, from 0 to ``world - 1``
@@ -64,7 +64,7 @@ def rows_of(rows: int, shard: ShardId) -> tuple[int, int]:
 
 
 def pieces_of(rows: Sequence[int], shard: ShardId) -> tuple[Piece, ...]:
-    """Return the pieces of a shard, one for each parameter that has rows in it."""
+    """Return the pieces of a shard, one for each parameter with rows in the shard."""
     ranges = [(param, *rows_of(count, shard)) for param, count in enumerate(rows)]
     return tuple(Piece(param, start, stop) for param, start, stop in ranges if start < stop)
 
@@ -75,11 +75,11 @@ class Layout:
 
     Attributes:
         groups: Ranks of each shard group in ascending order, which is the order of their shards. Either one group of
-            all ranks, whose shards also have followers, or several groups of equal size, each with all rows.
+            all ranks, whose shards also have followers, or several groups of equal size, each holding all rows.
         followers: In a single group, the follower of each shard; by default, the rank after the shard's owner.
 
-    Raises ValueError if the groups differ in size or do not contain each rank once, or a shard has no follower other
-    than its owner.
+    Raises ValueError if the groups differ in size or do not contain each rank exactly once, or a shard has no follower
+    other than its owner.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -108,30 +108,30 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """Number of shards into which the rows are divided."""
+        """Number of shards that the rows are divided into."""
         return len(self.groups[0])
 
     @property
     def is_replicated(self) -> bool:
-        """True if each shard has owners in several groups, and therefore no follower."""
+        """True if each shard has owners in several groups and therefore no follower."""
         return len(self.groups) > 1
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the shard group to which a rank belongs."""
+        """Return the ranks in the shard group that a rank belongs to."""
         return next(group for group in self.groups if rank in group)
 
     def owned_by(self, rank: int) -> ShardId:
-        """Return the shard that a rank owns."""
+        """Return the shard owned by a rank."""
         return ShardId(self.parts, self.group_of(rank).index(rank))
 
     def held_by(self, rank: int) -> tuple[ShardId, ...]:
-        """Return the shards that a rank holds: the one that it owns, then those that it holds as their follower."""
+        """Return the shards held by a rank: first the shard it owns, then the shards it follows."""
         own = self.owned_by(rank)
         before = [(own.index - i) % self.parts for i in range(1, self.parts)]
         return own, *(ShardId(self.parts, index) for index in before if self.follower_of(index) == rank)
 
     def follower_of(self, index: int) -> int | None:
-        """Return the follower of shard `index`: the rank that holds a copy without owning it; None without follower.
+        """Return the follower of shard `index`: the rank that holds a copy without owning it; None if it has none.
 
         Shards with several owners, and shards in a group of one rank, have no follower.
         """
@@ -140,7 +140,7 @@ class Layout:
         return self.followers[index] if self.followers else (index + 1) % self.parts
 
     def owners(self, index: int) -> tuple[int, ...]:
-        """Return the ranks that own shard `index` in ascending order, one in each group."""
+        """Return the ranks that own shard `index`, one in each group, in ascending order."""
         return tuple(sorted(group[index] for group in self.groups))
 
     def holders(self, index: int) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ def layout_of(world: int, shard_size: int | None = None, nodes: Sequence[str] = 
     """Return the layout of rows for a group of `world` ranks.
 
     Args:
-        shard_size: Number of ranks in a shard group; None for one group of all ranks. There is also one group if
+        shard_size: Number of ranks in a shard group; None for one group of all ranks. A single group is also used if
             `world` is not a multiple of this number, or too small for two groups.
         nodes: Node of each rank; by default, all ranks are on one node. Groups are formed within a node as long as it
             has enough ranks left. The remaining ranks are grouped in the order of their nodes.
@@ -175,12 +175,12 @@ def layout_of(world: int, shard_size: int | None = None, nodes: Sequence[str] = 
 
 
 def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout) -> Layout:
-    """Return an interim layout: the target layout, but with followers that already hold their rows.
+    """Return an interim layout: the target layout, but with followers that already have their rows.
 
     A follower holds the second copy of a shard. A new group can thus train before second copies are sent.
 
-    Each follower that lacks rows is replaced by a rank that has all rows of the shard, if there is one. Among several
-    such ranks, the one that is the follower of the fewest shards is chosen.
+    Each follower that lacks rows is replaced by a rank that has all of the shard's rows, if possible. If several ranks
+    qualify, the rank that follows the fewest shards is chosen.
     """
     if target.follower_of(0) is None:
         return target
@@ -205,7 +205,7 @@ def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout)
 
 
 def check_shard_sizes(sizes: Sequence[int]) -> None:
-    """Raise ValueError if ranks have sharded the model with different values of ``shard_size`` (0: None)."""
+    """Raise ValueError if ranks have sharded the model with different ``shard_size`` values (0 means None)."""
     other = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None)
     if other is not None:
         raise ValueError(
@@ -215,7 +215,7 @@ def check_shard_sizes(sizes: Sequence[int]) -> None:
 
 
 def covered(rows: Sequence[int], shards: Iterable[ShardId]) -> list[list[tuple[int, int]]]:
-    """Return, for each parameter, the ranges of rows that the shards together contain, ordered and disjoint."""
+    """Return, for each parameter, the row ranges that the shards contain between them, ordered and disjoint."""
     found: list[list[tuple[int, int]]] = []
     shards = sorted(shards)
     for count in rows:
@@ -232,10 +232,10 @@ def covered(rows: Sequence[int], shards: Iterable[ShardId]) -> list[list[tuple[i
 
 
 def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]:
-    """Return the rows that no rank holds, as pieces of parameters.
+    """Return the rows not held by any rank, as pieces of parameters.
 
     Args:
-        held: Shards that each rank holds, possibly from several layouts.
+        held: Shards held by each rank, possibly from several layouts.
     """
     have = covered(rows, {shard for mine in held for shard in mine})
     return tuple(
@@ -248,14 +248,14 @@ def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]
 def moves(
     rows: Sequence[int], held: Sequence[Set[ShardId]], layout: Layout, widths: Sequence[int] | None = None
 ) -> tuple[RowMove, ...]:
-    """Return the moves of rows that ranks lack for their shards in the layout.
+    """Return the moves for the rows that ranks lack to hold their shards in the layout.
 
-    If several ranks hold a row, the rank that has to send the least so far sends it.
+    If several ranks hold a row, it is sent by the rank with the least to send so far.
 
     Args:
         widths: Number of elements per row of each parameter; 1 by default.
 
-    Raises ValueError if some rows are held by no rank; see :func:`lost`.
+    Raises ValueError if any rows are not held by any rank; see :func:`lost`.
     """
     world = len(held)
     widths = widths or [1] * len(rows)
@@ -279,12 +279,12 @@ def to_code(shard: ShardId) -> int:
 
 
 def from_code(code: int) -> ShardId:
-    """Return the shard identifier that :func:`to_code` has encoded; raises ValueError for an invalid code."""
+    """Return the shard identifier encoded by :func:`to_code`; raises ValueError for an invalid code."""
     return ShardId(code >> 20, code & ((1 << 20) - 1))
 
 
 def _without(each: tuple[int, int], ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the parts of a range that are outside the given ordered ranges."""
+    """Return the parts of a range that lie outside the given ordered ranges."""
     first, last = each
     found = []
     for start, stop in ranges:
@@ -306,7 +306,7 @@ def _from_holders(
     sent: list[int],
     widths: Sequence[int],
 ) -> list[RowMove]:
-    """Return moves of missing rows, in as few pieces as their holders' ranges allow."""
+    """Return moves for missing rows, in as few pieces as their holders' ranges allow."""
     first, last = missing
     edges = {edge for ranges in have for each in ranges for edge in each if first < edge < last}
     found: list[RowMove] = []
@@ -323,7 +323,7 @@ def _from_holders(
 
 
 def by_pair(moved: Sequence[RowMove]) -> Mapping[tuple[int, int], tuple[Piece, ...]]:
-    """Return the pieces that ranks send, in sending order, keyed by (source rank, destination rank)."""
+    """Return the pieces sent by ranks, in sending order, keyed by (source rank, destination rank)."""
     found: dict[tuple[int, int], list[Piece]] = {}
     for move in moved:
         found.setdefault((move.source, move.destination), []).append(move.piece)

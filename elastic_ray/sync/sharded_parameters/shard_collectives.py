@@ -1,8 +1,8 @@
-"""Collectives of a sharded model in the current generation (torch).
+"""Collectives for a sharded model in the current generation (torch).
 
-Like all collectives of a step, they wait until the generation is cancelled or a timeout has passed. After that
-the step is lost and will be drawn again. For the rest of the step, collectives return arbitrary numbers of the
-right size, so that no exception leaves ``model(x)`` or ``backward()``.
+Like all collectives in a step, they wait until the generation is cancelled or a timeout has passed. After that, the
+step is lost and will be drawn again. For the rest of the step, collectives return arbitrary numbers of the right size,
+so that no exception leaves ``model(x)`` or ``backward()``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REDUCES = 1  # what is announced; see Intent.SHARDS
 
 
 class _Sequence:
-    """Order of collectives observed so far, equal on all ranks."""
+    """Order of collectives observed so far, the same on all ranks."""
 
     def __init__(self) -> None:
         self._next: dict[int, set[int]] = {}
@@ -39,7 +39,7 @@ class _Sequence:
         self._at = place
 
     def knows(self, code: int) -> bool:
-        """True if `code` has always been the next collective so far."""
+        """True if `code` has always been the next collective at this point."""
         return self._next.get(self._at) == {code}
 
     def record(self, code: int) -> None:
@@ -49,20 +49,20 @@ class _Sequence:
 
 
 class ShardCollectives:
-    """Collectives of one sharded model among the ranks of the current group.
+    """Collectives for one sharded model between the ranks in the current group.
 
-    Ranks whose models do different things, for example in a branch that depends on a rank's samples, must not meet in
-    one collective. A collective is therefore announced first, unless it has always come after the previous one. If it
-    is not announced, a rank that waits in it reports this, so that a rank that does something else notices.
+    Ranks whose models do different things, for example in a branch that depends on a rank's samples, must not end up in
+    the same collective. A collective is therefore announced first unless it has always come after the previous one. If
+    it is not announced, a rank waiting in it reports this, so that a rank doing something different finds out.
 
-    Parameters are gathered and gradients scattered within this rank's shard group. All ranks take part in each
-    collective, with empty data for ranks of other groups, so that all groups can use one set of connections and be
+    Parameters are gathered and gradients scattered within this rank's shard group. All ranks participate in each
+    collective, with empty data for ranks in other groups, so that all groups can share one set of connections and be
     cancelled together.
 
     Attributes:
         layout: Layout of the current group. Before the group's first update, some followers may be temporary.
         weight: Weight of this rank's gradients in the step's mean.
-        finiteness: Check of whether this rank's own gradients in the latest backward pass are finite.
+        finiteness: Check that this rank's own gradients in the latest backward pass are finite.
     """
 
     def __init__(self, run: Run, number: int, shard_size: int | None = None) -> None:
@@ -77,18 +77,18 @@ class ShardCollectives:
         self.weight = 1.0
 
     def adapt(self, entered: Callable[[], None]) -> None:
-        """Set a function that is called before each collective that torch requests."""
+        """Set a function to be called before each collective requested by torch."""
         self._entered = entered
 
     def watch(self, scattered: Callable[[int, Tensor], None] | None) -> None:
-        """Set a function that receives each rank's weighted gradients of this rank's rows, before they are summed.
+        """Set a function that receives each rank's weighted gradients for this rank's rows, before they are summed.
 
         The function is called with the number of a sharded module and a tensor [ranks, elements]; None removes it.
         """
         self._scattered = scattered
 
     def enter_group(self) -> None:
-        """Enter a group, and discard the recorded order of collectives of the previous group."""
+        """Enter a group, and discard the collective order recorded in the previous group."""
         self._sequence = _Sequence()
         group = self._run.group
         self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
@@ -96,7 +96,8 @@ class ShardCollectives:
     def start(self, what: Announced) -> None:
         """Agree with all ranks to start ``what``, a backward pass or model call, before its first collective.
 
-        Raises CommunicationFailedError if the group breaks. Raises RanksDisagreeError if other ranks do something else.
+        Raises CommunicationFailedError if the group breaks. Raises RanksDisagreeError if other ranks do something
+        different.
         """
         self._run.consensus.agree_on(what)
         if not self._some_are_idle:
@@ -104,16 +105,16 @@ class ShardCollectives:
 
     @property
     def _some_are_idle(self) -> bool:
-        """True if some ranks have no samples in the current step, and know only what is announced of it."""
+        """True if some ranks have no samples in the current step, and know only what others announce about it."""
         step = self._run.ledger.step
         return step is not None and step.leaves_ranks_idle
 
     def join(self, units: Sequence[FSDPModule], what: Announced) -> None:
-        """Participate, on a rank without samples, in a gather that other ranks need, and discard the parameters.
+        """Participate, on a rank without samples, in a gather needed by other ranks; discard the parameters.
 
         Args:
             units: Sharded modules of the model.
-            what: Announcement of the other ranks: a call of the model, or a gather for one sharded module.
+            what: Announcement from the other ranks: a call to the model, or a gather for one sharded module.
         """
         if what.intent is not Intent.GATHER:
             for each in units:  # as the others do after the call; one with gradients may have left them gathered
@@ -127,9 +128,10 @@ class ShardCollectives:
             unit.reshard()
 
     def comes_next(self, what: str) -> None:
-        """Agree with all ranks that the next collective is ``what``, which lasts until ``Announcer.done`` is called.
+        """Agree with all ranks that ``what`` is the next collective; it lasts until ``Announcer.done`` is called.
 
-        Raises CommunicationFailedError if the group breaks. Raises RanksDisagreeError if other ranks do something else.
+        Raises CommunicationFailedError if the group breaks. Raises RanksDisagreeError if other ranks do something
+        different.
         """
         code, consensus = zlib.crc32(what.encode()), self._run.consensus
         if self._some_are_idle and self._unit >= 0:
@@ -146,7 +148,7 @@ class ShardCollectives:
         self.weight, self.finiteness = weight, Finiteness()
 
     def weigh_alone(self, tensor: Tensor) -> None:
-        """Multiply gradients by their weight, in place, in a group of one, for which torch runs no reduce-scatter."""
+        """Multiply gradients by their weight in place in a group of one, where torch runs no reduce-scatter."""
         if self._run.group.world_size == 1 and self.weight != 1.0:
             tensor.mul_(self.weight)
 
@@ -156,7 +158,7 @@ class ShardCollectives:
         After a failure, ``output`` holds copies of this rank's tensor.
 
         Args:
-            unit: Number of the sharded module to which the parameters belong; -1 for none.
+            unit: Number of the sharded module that the parameters belong to; -1 for none.
         """
         self._entered()
         output, tensor, self._unit = output.detach(), tensor.detach(), unit
@@ -171,8 +173,9 @@ class ShardCollectives:
     def reduce_scatter(self, output: Tensor, tensor: Tensor, unit: int) -> None:
         """Write this rank's part of all ranks' weighted sum of ``tensor`` to ``output``; zeros after a failure.
 
-        Parts are summed in rank order, in float32 or the tensor's dtype, whichever is more precise. The shard group
-        sums first, and then the owners of the same rows in all groups, which get bit-identical results.
+        Parts are summed in rank order, in float32 or the tensor's dtype, whichever is more precise. Sums are first
+        computed within the shard group, and then over the owners of the same rows in all groups, which get
+        bit-identical results.
         """
         self._entered()
         tensor.mul_(self.weight)
@@ -184,7 +187,7 @@ class ShardCollectives:
             self._scattered(unit, parts)
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over all ranks of each of several numbers; called on every rank."""
+        """Return the sums of several numbers over all ranks; called on every rank."""
         if self._run.group.world_size == 1:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
@@ -196,7 +199,7 @@ class ShardCollectives:
         return found
 
     def _sum_over_owners(self, output: Tensor, unit: int) -> bool:
-        """Sum ``output`` over the groups, in place, each owner summing one part; False in a lost step."""
+        """Sum ``output`` over the groups in place, with each owner summing one part; False in a lost step."""
         owners = self.layout.owners(self.layout.owned_by(self._run.group.rank).index)
         what = f"{unit} {_like(output)}"
         mine = output.new_empty(-(-output.numel() // len(owners)))
@@ -210,9 +213,9 @@ class ShardCollectives:
         return True
 
     def sum_up(self, tensor: Tensor, op: Any) -> None:
-        """Reduce a tensor over the shard group, in place; after a failure, it keeps this rank's numbers.
+        """Reduce a tensor over the shard group in place; after a failure, it keeps this rank's numbers.
 
-        Raises NotImplementedError if the operation is not a sum, mean, maximum or minimum.
+        Raises NotImplementedError unless the operation is a sum, mean, maximum or minimum.
         """
         self._entered()
         kinds = {
@@ -236,7 +239,7 @@ class ShardCollectives:
     def to_follower(
         self, tensors: Sequence[Tensor], received: Mapping[int, Sequence[Tensor]], device: torch.device
     ) -> None:
-        """Send tensors to this rank's follower, and receive those of ranks for which this rank is the follower.
+        """Send tensors to this rank's follower, and receive tensors from the ranks it follows.
 
         Args:
             device: Device of all tensors; also needed on a rank without tensors.
@@ -261,23 +264,23 @@ class ShardCollectives:
 
     @property
     def is_first_owner(self) -> bool:
-        """True if this rank is the first owner of its rows, which includes them in sums over all ranks."""
+        """True if this rank is its rows' first owner, which includes the rows in sums over all ranks."""
         rank = self._run.group.rank
         return self.layout.owners(self.layout.owned_by(rank).index)[0] == rank
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Ranks of the shard group to which this rank belongs."""
+        """Ranks in the shard group that this rank belongs to."""
         return self.layout.group_of(self._run.group.rank)
 
     def _gathered(self, what: str, output: Tensor, tensor: Tensor, ranks: Sequence[int]) -> bool:
-        """Gather ``tensor`` from `ranks`, which include this one, into ``output``; True if successful."""
+        """Gather ``tensor`` from `ranks`, including this rank, into ``output``; True if successful."""
         if len(ranks) == self._run.group.world_size:
             return self._carry_out(what, lambda: self._gradients.all_gather(_bytes(output), _bytes(tensor)))
         return self._exchanged(what, output, _bytes(tensor).repeat(len(ranks)), ranks)
 
     def _summed(self, what: str, output: Tensor, tensor: Tensor, ranks: Sequence[int]) -> Tensor | None:
-        """Write this rank's part of the sum of ``tensor`` over `ranks`, which include this one, into ``output``.
+        """Write this rank's part of the sum of ``tensor`` over `ranks`, including this rank, into ``output``.
 
         Returns the summands, [ranks, elements]; None in a lost step.
         """
@@ -297,9 +300,9 @@ class ShardCollectives:
         return self._carry_out(what, lambda: self._gradients.all_to_all(_bytes(output), sent, splits, splits))
 
     def _carry_out(self, what: str, start: Callable[[], Any]) -> bool:
-        """Execute a collective; False in a step that is already lost, or is lost by it.
+        """Execute a collective; False if the step is already lost, or is lost during it.
 
-        Raises CommunicationFailedError if the group breaks outside of steps.
+        Raises CommunicationFailedError if the group breaks outside steps.
         """
         ledger, consensus = self._run.ledger, self._run.consensus
         if self._joins:
@@ -320,7 +323,7 @@ class ShardCollectives:
 
 
 class _ShardHook:
-    """Base of torch's hooks for the collectives of one sharded module."""
+    """Base class of torch's hooks for one sharded module's collectives."""
 
     def __init__(self, collectives: ShardCollectives, unit: int) -> None:
         self._collectives, self._unit = collectives, unit

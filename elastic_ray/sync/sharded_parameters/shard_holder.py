@@ -1,4 +1,4 @@
-"""Holder of the shards of one model on a rank, which moves shards when the group changes (torch)."""
+"""Holder of one model's shards on a rank, which moves shards when the group changes (torch)."""
 
 from __future__ import annotations
 
@@ -72,11 +72,10 @@ class ShardHolder:
     Methods that communicate raise CommunicationFailedError if the group breaks.
 
     Args:
-        module: Model that torch has sharded on a mesh of one rank.
+        module: Model already sharded by torch on a mesh with one rank.
 
     Attributes:
-        built_on_meta: Whether this rank has built the model on the meta device or, in a group, whether any of its ranks
-            has.
+        built_on_meta: Whether this rank or, in a group, any of its ranks has built the model on the meta device.
     """
 
     def __init__(
@@ -98,24 +97,24 @@ class ShardHolder:
             self._hold_whole()
 
     def _hold_whole(self) -> None:
-        """Hold the whole model as one shard, with the optimizer's current state."""
+        """Hold the entire model as one shard, with the optimizer's current state."""
         shard = Shard()
         for place, each in enumerate(self.params):
             shard.put(place, Parameter(each.local.detach(), requires_grad=False), self._state_of(each))
         self._held.keep({WHOLE: shard})
 
     def _state_of(self, param: ShardedParam) -> State:
-        """Return the optimizer's state of a whole parameter, removing it from the optimizer."""
+        """Return the optimizer's state for a full parameter, removing it from the optimizer."""
         state = self._optimizer.state.pop(param.param, {})
         return {key: value.to_local() if hasattr(value, "to_local") else value for key, value in state.items()}
 
     @property
     def mine(self) -> tuple[Shard, ...]:
-        """Shards that this rank holds in the current layout: its own first, then second copies of other shards."""
+        """Shards held by this rank in the current layout: its own first, then second copies of other shards."""
         return tuple(self._held.shards[each] for each in self._layout.held_by(self._rank))
 
     def written(self) -> Written:
-        """Return this rank's part of a checkpoint that all ranks write; owners of the same rows write a share each."""
+        """Return this rank's part of a checkpoint written by all ranks; owners of the same rows each write a share."""
         own = self._layout.owned_by(self._rank)
         owners = self._layout.owners(own.index)
         share = ShardId(len(owners), owners.index(self._rank))
@@ -127,7 +126,7 @@ class ShardHolder:
         return bool(self._held.ids)
 
     def drop(self) -> None:
-        """Release all shards, because they are outdated and other ranks hold the valid ones."""
+        """Release all shards, because they are outdated and other ranks hold valid ones."""
         self._held.keep({})
 
     # -- the group -----------------------------------------------------------------------------------------------------
@@ -138,7 +137,7 @@ class ShardHolder:
             raise RuntimeError(NO_MEMORY_YET)
 
     def _start(self, seed: int, group: Group) -> None:
-        """Initialise this rank's rows, one module at a time, in the first group, in which no rank holds any rows."""
+        """Initialise this rank's rows, one module at a time, in the first group, where no rank holds any rows yet."""
         assert self._first is not None, "only a model without memory is made here"
         own, shard, states = self._collectives.layout.owned_by(group.rank), Shard(), self._first
 
@@ -152,13 +151,13 @@ class ShardHolder:
         self._held.keep({own: shard})
 
     def gather_holdings(self, group: Group, *, opened: bool, begun: bool) -> tuple[list[set[ShardId]], bool]:
-        """Return the shards that each rank holds, and whether ``opened`` is True on any rank; called on every rank.
+        """Return the shards held by each rank, and whether ``opened`` is True on any rank; called on every rank.
 
         A model that is still on the meta device is initialised.
 
         Args:
-            opened: Whether rank 0 has gathered the whole model, as far as this rank knows.
-            begun: Whether this rank, or a rank whose state it has received, has entered a group before.
+            opened: Whether rank 0 has gathered the entire model, as far as this rank knows.
+            begun: Whether this rank, or a rank that it received its state from, has entered a group before.
 
         Raises:
             StateLostError: No rank holds some rows; raised on every rank.
@@ -192,7 +191,7 @@ class ShardHolder:
         return everyone, opened and not self.built_on_meta
 
     def arrange(self, group: Group, everyone: Sequence[set[ShardId]]) -> None:
-        """Receive the rows that this rank needs for the next step; :meth:`complete` completes the layout later."""
+        """Receive the rows needed by this rank for the next step; :meth:`complete` completes the layout later."""
         held, target = self._held, self._collectives.layout
         layout = meanwhile(held.counts, everyone, target)
         received = self._received(group, everyone, layout)
@@ -226,7 +225,7 @@ class ShardHolder:
         self._first = None
 
     def _received(self, group: Group, everyone: Sequence[set[ShardId]], layout: Layout) -> list[tuple[Piece, Rows]]:
-        """Return the pieces of a layout that this rank lacked, received from other ranks; called on every rank."""
+        """Return the layout's pieces that this rank lacked, received from other ranks; called on every rank."""
         widths = [max(1, each.param.numel() // each.shape[0]) for each in self.params]
         sent = moves(self._held.counts, everyone, layout, widths)
         return carry_out(group.communicator, sent, self._held.give) if sent else []
@@ -251,7 +250,7 @@ class ShardHolder:
         self.settles = False
 
     def _lost_text(self, gone: Sequence[Piece]) -> str:
-        """Return a message on the share of rows that were lost, and the workers that held them."""
+        """Return a message about the share of rows that were lost and the workers that held them."""
         rows = sum(piece.stop - piece.start for piece in gone)
         layout, how = self._layout, "two workers that follow each other"
         if layout.is_replicated:
@@ -263,7 +262,7 @@ class ShardHolder:
         )
 
     def hand_over(self, group: Group, stays: Sequence[bool]) -> None:
-        """Copy shards until two staying ranks r (``stays[r]`` is True) hold each, before others leave; a collective."""
+        """Copy shards so that two staying ranks (``stays[r]`` for rank r) hold each of them; called on every rank."""
         layout = self._layout
         given = hand_over([layout.holders(index) for index in range(layout.parts)], stays, COPIES)
         sent = [
@@ -280,7 +279,7 @@ class ShardHolder:
     # -- the whole -----------------------------------------------------------------------------------------------------
 
     def compare(self, communicator: Communicator) -> None:
-        """Check that the copies of each shard are bit-identical on all holders; called on every rank.
+        """Check that each shard's copies are bit-identical on all holders; called on every rank.
 
         Raises ReplicasDifferError on every rank if copies differ.
         """
@@ -310,7 +309,7 @@ class ShardHolder:
             )
 
     def collect(self, group: Group) -> Whole | None:
-        """Return the whole model and optimizer state on rank 0, None elsewhere; called on every rank."""
+        """Return the full model and optimizer state on rank 0, None on other ranks; called on every rank."""
         layout, counts = self._layout, self._held.counts
         owned = [(rank, layout.owned_by(rank)) for rank in layout.group_of(0)]
         needed = [(rank, shard) for rank, shard in owned if shard not in layout.held_by(0)]
@@ -319,13 +318,13 @@ class ShardHolder:
         return self.whole(received) if group.rank == 0 else None
 
     def whole(self, received: Sequence[tuple[Piece, Rows]] = ()) -> Whole:
-        """Return the whole model and optimizer state, assembled from rows that are held and rows in ``received``."""
+        """Return the full model and optimizer state, assembled from held rows and rows in ``received``."""
         self.check_memory()
         return {place: self._held.whole(place, received) for place in range(len(self.params))}
 
     @torch.no_grad()
     def copy_param(self, place: int, value: Tensor) -> None:
-        """Copy this rank's rows from ``value``, a loaded whole parameter, whose position in the model is ``place``."""
+        """Copy this rank's rows from ``value``, a loaded full parameter at position ``place`` in the model."""
         self.check_memory()
         for shard, held in self._held.shards.items():
             if place in held.views:
@@ -333,7 +332,7 @@ class ShardHolder:
                 held.views[place].copy_(value[start:stop])
 
     def copy_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy this rank's rows from the whole states that were loaded into an optimizer (single or joint)."""
+        """Copy this rank's rows from the full states loaded into a (single or joint) optimizer."""
         self.check_memory()
         options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for place, each in enumerate(self.params):
@@ -348,9 +347,9 @@ class ShardHolder:
                     held.put(place, held.views[place], rows_of_state(state, each.shape, start, stop))
 
     def hold_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
-        """Hold the whole model with the parameters ``values``; call :meth:`copy_states` for the optimizer state.
+        """Hold the entire model with the parameters ``values``; call :meth:`copy_states` for the optimizer state.
 
-        Unread tensors stay unread until this rank knows which of their rows it needs; until then it holds no rows.
+        Unread tensors stay unread until this rank knows which of their rows it needs; until then, it holds no rows.
 
         Raises RuntimeError if a parameter has a different shape.
         """
@@ -370,14 +369,14 @@ class ShardHolder:
         self._first = None
 
     def to_keep(self) -> dict[str, Any]:
-        """Return the shards that this rank holds, to be reused by another run in this process."""
+        """Return the shards held by this rank, for reuse by another run in this process."""
         return {
             str(to_code(shard)): {str(place): held.rows(place) for place in held.views}
             for shard, held in self._held.shards.items()
         }
 
     def hold_kept(self, kept: Mapping[str, Any]) -> None:
-        """Hold shards that :meth:`to_keep` returned in an earlier run."""
+        """Hold shards returned from :meth:`to_keep` in an earlier run."""
         shards: dict[ShardId, Shard] = {}
         for code, pieces in kept.items():
             shard = Shard()

@@ -1,8 +1,8 @@
-"""Statistics of a sharded model's gradients, measured while the gradients are scattered (torch).
+"""Statistics of a sharded model's gradients, measured while they are being scattered (torch).
 
-A rank that owns rows receives their gradients from each rank of its shard group, and sums them. It therefore
-knows the squared norms of these gradients and of their mean over all groups, in units of its own optimizer state.
-Sums over the owners are sent with the agreement of the ranks at the end of a backward pass.
+A rank that owns rows receives their gradients from each rank in its shard group, and sums them. It therefore knows the
+squared norms of these gradients and of their mean over all groups, in units of its own optimizer state. Sums over the
+owners are exchanged when the ranks agree on the step after a backward pass.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 
 class RowDenominators:
-    """Denominators by which an Adam-like optimizer divides gradients; a ``StatesSource`` for statistics.
+    """Denominators that an Adam-like optimizer divides gradients by; a ``StatesSource`` for statistics.
 
-    Each rank computes the denominators of the rows that it owns. Only one number per parameter is exchanged, from
-    which the lower bound of the parameter's denominators is computed.
+    Each rank computes the denominators for the rows it owns. Only one number per parameter is exchanged, to compute the
+    lower bound of the parameter's denominators.
     """
 
     idle = outdated = False  # denominators are computed before they are needed
@@ -70,7 +70,7 @@ class RowDenominators:
         self.state, self._round = {}, None
 
     def due(self, step: int) -> bool:
-        """True if denominators must be computed before the given step is measured; equal on all ranks."""
+        """True if denominators must be computed before the given step is measured; the same on all ranks."""
         fresh = step // REFRESHED_EVERY == self._round and step > SETTLED_STEPS
         return self.adam_like and not fresh
 
@@ -80,7 +80,7 @@ class RowDenominators:
 
         Args:
             add_up: Sums numbers over all ranks.
-            counts: Whether this rank's rows are included in the sums; True on only one of several owners.
+            counts: Whether this rank's rows are included in the sums; True on only one owner of each row.
         """
         own, groups, params = self._shards.own, self._shards.groups, self._shards.params
         sizes: dict[int, Tensor] = {}
@@ -102,10 +102,10 @@ class RowDenominators:
 
 
 class MovedRows:
-    """Norms of optimizer updates, measured by each rank on the rows that it owns and then summed over ranks.
+    """Norms of optimizer updates, measured on each rank for the rows it owns and then summed over ranks.
 
     Args:
-        meter: Meter that decides, equally on all ranks, which updates are measured, and receives the norms.
+        meter: Meter that decides which updates are measured, in the same way on all ranks, and receives the norms.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer, meter: GradientMeter) -> None:
@@ -113,15 +113,15 @@ class MovedRows:
         self._waiting: tuple[GradientNorms, list[float]] | None = None  # with squares of this rank's rows, by group
 
     def size(self, groups: int) -> int:
-        """Return the number of values to send for ``groups`` parameter groups; equal on all ranks."""
+        """Return the number of values to send for ``groups`` parameter groups; the same on all ranks."""
         return 0 if self._meter.monitor.norms_every is None else 1 + groups
 
     def discard(self) -> None:
-        """Discard the measured update, because rows have other owners in a new group."""
+        """Discard the measured update, because rows have different owners in a new group."""
         self._waiting = None
 
     def measure(self, number: int, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
-        """Run an update and return its result; measure the update's norms if its gradient was measured."""
+        """Run an update and return its result; measure the update's norms if the gradient was measured."""
         optimizers, moved = optimizers_of(self._optimizer), self._meter.moved
         rows = self._rows(counts=counts)[group_ranges(optimizers)[number]]
         result, moved[number] = with_update_norms(optimizers[number], rows, update, whole=False)
@@ -139,7 +139,7 @@ class MovedRows:
         return result
 
     def _rows(self, *, counts: bool) -> list[list[Parameter]]:
-        """Return the rows that the update changes on this rank, by parameter group."""
+        """Return the rows changed by the update on this rank, by parameter group."""
         rows: list[list[Parameter]] = [[] for _ in self._optimizer.param_groups]
         groups = self._shards.groups
         for place, view in self._shards.own.views.items() if counts else ():
@@ -191,11 +191,11 @@ class ShardStatistics:
         self.rebuilt()
 
     def rebuilt(self) -> None:
-        """Reset the statistics, because trainable parameters or requested measurements have changed."""
+        """Reset the statistics, because the trainable parameters or requested measurements have changed."""
         self._statistics.rebuilt(len(self._trainable.groups))
 
     def enter_group(self) -> None:
-        """Enter a group, and discard the measurements made in the previous group."""
+        """Enter a group, and discard measurements made in the previous group."""
         if self._statistics.meter.outdated:
             self.rebuilt()
         self._statistics.enter_group()
@@ -204,17 +204,17 @@ class ShardStatistics:
         self.discard()
 
     def discard(self) -> None:
-        """Discard the measurements of the current step, which is lost."""
+        """Discard the current step's measurements, because the step is lost."""
         self._step, self._measures = None, False
         self._collectives.watch(None)
 
     def close(self) -> None:
-        """Exclude later backward passes of the step (such as a GAN's other loss) from the statistics."""
+        """Exclude later backward passes in the step (such as a GAN's other loss) from the statistics."""
         self._open = False
 
     @property
     def layout(self) -> tuple[int, bool]:
-        """Values that all ranks compare: how many numbers are sent, and whether denominators are computed first."""
+        """Values compared between all ranks: how many numbers are sent, and whether denominators are computed first."""
         return self._size, self._refreshes
 
     @property
@@ -256,7 +256,7 @@ class ShardStatistics:
         self._micro, self._passes, self._open = micro, 0, True
 
     def find_denominators(self) -> None:
-        """Compute the denominators at the start of a pass in which they are due; called on every rank."""
+        """Compute the denominators at the start of a pass, if they are due; called on every rank."""
         if self._refreshes:
             first = self._collectives.is_first_owner
             self._denominators.refresh(self._run.states.progress.steps, self._collectives.add_up, counts=first)
@@ -264,7 +264,7 @@ class ShardStatistics:
 
     @torch.no_grad()
     def _scattered(self, number: int, parts: Tensor) -> None:
-        """Measure each rank's gradients of this rank's rows of a sharded module, [ranks, elements]."""
+        """Measure each rank's gradients for this rank's rows in a sharded module, [ranks, elements]."""
         step, groups = self._step, self._groups
         assert step is not None, "only steps are measured"
         weights = [[step.weight(rank)] for rank in self._collectives.peers]
@@ -290,19 +290,19 @@ class ShardStatistics:
         assert start == parts.shape[1], "torch has scattered the gradients of other parameters"
 
     def _mean_rows(self) -> list[MeanRows]:
-        """Return the ``.grad`` of each parameter's rows that this rank owns."""
+        """Return ``.grad`` for the rows that this rank owns, for each parameter."""
         groups = self._groups
         grads = [(place, each.local_grad) for place, each in enumerate(self._optimizer.params) if place in groups]
         return [MeanRows(place, groups[place], grad) for place, grad in grads if grad is not None]
 
     def end_pass(self, step: LoaderStep) -> None:
-        """End a backward pass, before gradients of earlier micro-steps are added to ``.grad``."""
+        """End a backward pass before gradients from earlier micro-steps are added to ``.grad``."""
         if self._measures and self._run.group.world_size == 1 and step.micro_steps > 1:
             for rows in self._mean_rows():
                 self._statistics.add(rows, step.weight(0))
 
     def conclude_alone(self, step: LoaderStep) -> None:
-        """Conclude the statistics of a pass in a group of one rank.
+        """Conclude the statistics for a pass in a group with one rank.
 
         In the last micro-step, ``.grad`` holds the sum over all micro-steps.
         """
@@ -319,7 +319,7 @@ class ShardStatistics:
         return self._measures and self._step is not None and self._step.is_last_micro
 
     def values(self) -> list[float]:
-        """Return this rank's measurements to sum over the ranks at the end of the pass, for :meth:`take`."""
+        """Return this rank's measurements, to be summed over the ranks after the pass and passed to :meth:`take`."""
         statistics = self._statistics
         own = [0.0] * (statistics.norms_size + statistics.mean_size)
         if self._concludes:
@@ -350,7 +350,7 @@ class ShardStatistics:
         self._statistics.collect(step, norms, grad_scale=1.0, goes_on=self._goes_on and step.micro_steps == 1)
 
     def measured(self, number: int, update: Callable[[], Any]) -> Any:
-        """Run ``update`` of optimizer ``number``, measuring the norms of the change; return the update's result."""
+        """Run optimizer ``number``'s ``update``, measuring the norms of the change; return the update's result."""
         alone, counts = self._run.group.world_size == 1, self._collectives.is_first_owner
         return self._moved.measure(number, update, alone=alone, counts=counts)
 
@@ -364,13 +364,13 @@ class _Rows:
         self.index, self.group = place, group
 
     def preconditioner(self, source: Any) -> Tensor | None:
-        """Return the denominators of the rows' gradients, [elements]; ``source`` is ``RowDenominators``."""
+        """Return the denominators for the rows' gradients, [elements]; ``source`` is ``RowDenominators``."""
         found: Tensor | None = source.state.get(self.index)
         return found
 
 
 class MeanRows(_Rows):
-    """Some rows of a parameter's mean gradient in a step."""
+    """Some of the rows of a parameter's mean gradient in a step."""
 
     def __init__(self, place: int, group: int, grad: Tensor) -> None:
         super().__init__(place, group)
@@ -382,17 +382,18 @@ class MeanRows(_Rows):
         return bool(self._grad.any())
 
     def squared_norm(self, preconditioner: Tensor | None) -> Tensor:
-        """Return the squared norm of the rows after multiplication by the preconditioner, as a scalar tensor."""
+        """Return the rows' squared norm after multiplication by the preconditioner, as a scalar tensor."""
         return squared_norm(self._grad, preconditioner)
 
 
 class ScatteredRows(_Rows):
-    """Gradients of some rows from all ranks, before they are summed.
+    """Gradients for some rows from all ranks, before they are summed.
 
     Args:
-        parts: Gradient of each rank times its share in the mean, [ranks, elements].
-        shares: Share of each rank, [ranks, 1], in float32 or wider.
-        before: Content of ``.grad`` from an earlier backward pass of the step, [elements]; None if there was none.
+        parts: Each rank's gradient times its share in the mean, [ranks, elements].
+        shares: Each rank's share, [ranks, 1], in float32 or wider.
+        before: Content of ``.grad`` from an earlier backward pass of the step, [elements]; None if there was no such
+            pass.
     """
 
     def __init__(self, place: int, group: int, parts: Tensor, shares: Tensor, before: Tensor | None) -> None:

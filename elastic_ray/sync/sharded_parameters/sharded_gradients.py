@@ -1,8 +1,8 @@
-"""Gradient synchronisation of one sharded model, around torch's own gathers and scatters (torch).
+"""Gradient synchronisation for a sharded model, built around torch's own gathers and scatters (torch).
 
-When ``backward()`` returns, ``.grad`` of each rank's rows holds the mean over the step's samples. As with
-replicated models, ranks announce their actions before collectives and agree on the step while they reduce, and a
-lost step ends without an exception in user code.
+When ``backward()`` returns, ``.grad`` of each rank's rows holds the mean over the step's samples. As with replicated
+models, ranks announce their actions before collectives and agree on the step during reductions, and a lost step ends
+without an exception in user code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class ShardedGradients(Participant):
-    """Gradient synchronisation of one sharded model; implements ``GradientSync``."""
+    """Gradient synchronisation for one sharded model; implements ``GradientSync``."""
 
     def __init__(
         self,
@@ -77,13 +77,13 @@ class ShardedGradients(Participant):
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """Prepare a forward pass, which all ranks must run at the same point.
+        """Prepare for a forward pass, which all ranks must run at the same point.
 
         Raises:
-            RanksDisagreeError: Other ranks do something else at this point.
+            RanksDisagreeError: Other ranks do something different at this point.
             RuntimeError: The model cannot be called at this point; the message says why.
             ValueError: The optimizer lacks an unfrozen parameter, or a parameter has a hook that torch ignores.
-            CommunicationFailedError: The group broke outside of steps.
+            CommunicationFailedError: The group broke outside steps.
         """
         run, step = self._run, self._run.ledger.step
         self._optimizer.check_memory()
@@ -112,9 +112,9 @@ class ShardedGradients(Participant):
         return self._run.group.world_size > 1 and not ledger.failed and not ledger.replaying
 
     def _start_anew(self, module: nn.Module, arguments: Any) -> None:
-        """Reset torch's state when the model is called after a backward pass that ended with an exception.
+        """Reset torch's state if the model is called after a backward pass that raised an exception.
 
-        The next backward pass would otherwise wait forever for the end of the failed one.
+        Otherwise, the next backward pass would wait forever for the failed one to finish.
         """
         if self._task != -1 and torch._C._current_graph_task_id() == -1:
             self._task = -1
@@ -123,7 +123,7 @@ class ShardedGradients(Participant):
     # Else what it looks at here, as the group, has torch compile the model anew.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Prepare for backward after the model has returned, even if user code called it without its wrapper."""
+        """Prepare for backward after the model returns, even if user code called it without its wrapper."""
         step = self._run.ledger.step
         if not torch.is_grad_enabled() or (step is not None and step.leaves_ranks_idle):
             reshard(self._module)  # torch leaves the outermost module gathered for a backward pass
@@ -140,7 +140,7 @@ class ShardedGradients(Participant):
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _on_gradient(self, gradient: Tensor, *, generation: int) -> None:
-        """Check and enter a backward pass when it reaches the model's output."""
+        """Check and start handling a backward pass when it reaches the model's output."""
         if torch.is_grad_enabled():
             raise RuntimeError(checks.CREATES_GRAPH)
         if generation != self._run.group.generation:
@@ -148,7 +148,7 @@ class ShardedGradients(Participant):
         self.entered()
 
     def entered(self) -> None:
-        """Start the handling of the current backward pass, if there is one that has not been started yet."""
+        """Start handling the current backward pass, if any, unless this has already been done."""
         task = torch._C._current_graph_task_id()
         if task != -1 and self._task == -1:
             self._task = task
@@ -156,7 +156,7 @@ class ShardedGradients(Participant):
             self._start()
 
     def _reached(self, param: nn.Parameter) -> None:
-        """Record that a backward pass has a parameter's gradient, even if only a part of the model was called."""
+        """Record that a backward pass has a parameter's gradient, even if only part of the model was called."""
         self.entered()
         self._has_gradient.add(param)
 
@@ -184,9 +184,9 @@ class ShardedGradients(Participant):
             self._fail(str(error))
 
     def _start_in(self, step: LoaderStep) -> None:
-        """Start a backward pass of a loader's step.
+        """Start a backward pass in a loader's step.
 
-        Raises RuntimeError if the loop sets weights of micro-batches, or accumulates gradients over several steps.
+        Raises RuntimeError if the loop sets micro-batch weights, or accumulates gradients over several steps.
         """
         if step.weighed:
             raise RuntimeError("loader.weigh(n) and a sharded model exclude each other: see docs/sharded-models.md")
@@ -214,7 +214,7 @@ class ShardedGradients(Participant):
         return [each.local_grad for each in self._optimizer.params]
 
     def _finish(self) -> None:
-        """Finish the backward pass, or wait for torch to end it first."""
+        """Finish the backward pass, or wait for torch to finish it first."""
         if not is_backward_over(self._module):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
             return
@@ -235,19 +235,19 @@ class ShardedGradients(Participant):
 
     @property
     def _used(self) -> list[bool]:
-        """List with True for each parameter of which this rank has a gradient, from this pass or an earlier one."""
+        """List of flags: True for each parameter that has a gradient on this rank, from this pass or an earlier one."""
         earlier = self._micro_steps.has
         return [each.param in self._has_gradient or earlier(i) for i, each in enumerate(self._optimizer.params)]
 
     def _leave_out_unused(self, used: Sequence[float]) -> None:
-        """Set gradients to None for parameters that no rank has used, for which torch returns zeros."""
+        """Set gradients to None for parameters not used on any rank, because torch returns zeros for them."""
         for place, (each, count) in enumerate(zip(self._optimizer.params, used, strict=True)):
             if not count:
                 each.param.grad = None
                 self._micro_steps.leave_out(place)
 
     def _agree(self, step: LoaderStep | None) -> None:
-        """Agree on the step in a separate reduction of the values that are usually sent with the gradients."""
+        """Agree on the step in a separate reduction of the values usually sent with the gradients."""
         run, consensus, group = self._run, self._run.consensus, self._run.group
         flags = [0.0] * (group.world_size + 1)
         mean = Finiteness()
@@ -277,7 +277,7 @@ class ShardedGradients(Participant):
             run.ledger.reduced |= step is run.ledger.outermost
 
     def _fail(self, cause: str) -> None:
-        """Mark the step as failed; raises CommunicationFailedError outside of steps."""
+        """Mark the step as failed; raises CommunicationFailedError outside steps."""
         self._run.ledger.fail(cause)
         if self._step is None:
             raise CommunicationFailedError(cause)
@@ -296,12 +296,12 @@ class ShardedGradients(Participant):
         return self._waits
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Free gathered parameters after a backward pass that raised; ``give_zeros`` is not used."""
+        """Free gathered parameters after a backward pass that raised an error; ``give_zeros`` is unused."""
         self._task = -1
         to_sharded(self._module)
 
     def before_update(self) -> None:
-        """Prepare an optimizer step; raises RuntimeError if no backward pass has averaged its gradients."""
+        """Prepare for an optimizer step; raises RuntimeError if no backward pass has averaged its gradients."""
         step = self._run.ledger.step
         if step is not None and step.is_last_micro and self._meets and not self._waits and step is not self._step:
             refuse_own(self._gradients())
@@ -310,7 +310,7 @@ class ShardedGradients(Participant):
             self._waits = False
 
     def rebuild(self) -> None:
-        """Reset the statistics after a change of trainable parameters, to which torch itself adapts."""
+        """Reset the statistics after the trainable parameters have changed; torch itself adapts to such changes."""
         self._statistics.rebuilt()
 
     def require_statistics(self, user: str) -> None:
@@ -331,7 +331,7 @@ class ShardedGradients(Participant):
 
     @property
     def strategy(self) -> Strategy:
-        """Strategy that identifies the sharded model's layout to users and in records."""
+        """Strategy that identifies the sharded model's layout for users and in records."""
         return checks.SHARDED
 
     @property
@@ -343,7 +343,7 @@ class ShardedGradients(Participant):
         return checks.key_of(self._collectives.shard_size)
 
     def set_strategy(self, strategy: object) -> None:
-        """Raise StrategyError, because the strategy of a sharded model cannot be changed."""
+        """Raise StrategyError, because a sharded model's strategy cannot be changed."""
         raise StrategyError(checks.NO_STRATEGY)
 
     def explain_strategy(self) -> Any:
@@ -364,19 +364,19 @@ class ShardedGradients(Participant):
         return self._optimizer.divided
 
     def collapse(self, *, gather: bool = True, alike: bool = False) -> None:
-        """Do nothing unless ``gather``; otherwise compare the copies of shards and gather the model on rank 0.
+        """Compare the copies of shards and gather the model on rank 0 if ``gather``; otherwise do nothing.
 
-        A model that was built on the meta device is only compared, because it may not fit on rank 0.
+        A model built on the meta device is only compared, because it may not fit on rank 0.
         """
         if gather:
             self._optimizer.end_pass()
 
     def prepare_to_save(self) -> None:
-        """Gather the whole model and optimizer state on rank 0, where they stay until the next update."""
+        """Gather the full model and optimizer state on rank 0, which keeps them until the next update."""
         self._optimizer.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Send shards that only leaving ranks hold to staying ranks; ``stays[r]`` is True if rank r stays."""
+        """Send shards held only by leaving ranks to ranks that stay; ``stays[r]`` is True if rank r stays."""
         self._optimizer.hand_over(stays)
 
     def enter_group(self) -> None:
@@ -390,10 +390,10 @@ class ShardedGradients(Participant):
 # User code zeroes gradients in each micro-step as it always does: a micro-step contributes what `.grad` holds after
 # its last backward pass, and in the last one `.grad` holds the sum.
 class MicroSteps:
-    """Sums of gradients over the micro-steps of a step.
+    """Sums of gradients over a step's micro-steps.
 
     Args:
-        gradients: Returns the gradients of this rank's rows; None for a parameter without a gradient.
+        gradients: Returns the gradients for this rank's rows; None for a parameter without a gradient.
     """
 
     def __init__(self, gradients: Callable[[], Sequence[Tensor | None]]) -> None:
@@ -404,7 +404,7 @@ class MicroSteps:
         self._added = False  # that sum is in .grad
 
     def discard(self) -> None:
-        """Clear the sums, because another step starts or the current one is lost."""
+        """Clear the sums, because another step is starting or the current step is lost."""
         self._micro, self._before, self._so_far, self._added = 0, None, None, False
 
     def start_pass(self, step: LoaderStep) -> None:
@@ -434,7 +434,7 @@ class MicroSteps:
         return self._before is not None and self._before[place] is not None
 
     def leave_out(self, place: int) -> None:
-        """Discard the latest pass's zero gradient of a parameter that no rank has used."""
+        """Discard the latest pass's zero gradient for a parameter not used on any rank."""
         if self._so_far is not None:
             self._so_far[place] = None
 

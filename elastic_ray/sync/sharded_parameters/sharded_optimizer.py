@@ -1,12 +1,12 @@
-"""Parameters and optimizer state of one sharded model, during updates and changes of the group (torch).
+"""Parameters and optimizer state of one sharded model, during updates and group changes (torch).
 
-Two ranks hold each shard: its owner, whose model contains it, and a follower. Before an update, each rank sends
-the gradients of its rows, as user code has left them, to its follower, and then all ranks vote. Right after a
-change of group, followers may be temporary ones that already have the rows; the final followers receive them
-after the first update. If shards have owners in several shard groups, there are no followers, and all owners
-already have the gradients. If any rank knows that an update was decided, every surviving rank can make it: all
-holders of a shard have everything that the update needs, and make the same one. No state is therefore lost with a
-single rank, and only rows for the new layout must be sent before training continues.
+Two ranks hold each shard: its owner, whose model contains it, and a follower. Before an update, each rank sends its
+rows' gradients, as left by user code, to its follower, and then all ranks vote. Right after a group change, followers
+may be temporary ranks that already have the rows; the final followers receive them after the first update. If shards
+have owners in several shard groups, they have no followers, and all owners already have the gradients. If any rank
+knows that an update was decided, every surviving rank can make it: all holders of a shard have everything needed for
+the update, and make the same update. Losing a single rank therefore loses no state, and only rows for the new layout
+must be sent before training continues.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _ONE_GROUP = (
 class ShardedOptimizer:
     """Optimizers of one sharded model; methods that communicate raise CommunicationFailedError if the group breaks.
 
-    Each update changes the parameters of one optimizer. Updates of all optimizers are numbered in one sequence, so
-    that a rank that has voted for an update can find out whether other ranks have made it.
+    Each update changes one optimizer's parameters. Updates by all optimizers are numbered in a single sequence, so that
+    a rank that has voted for an update can find out whether other ranks have made it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ShardedOptimizer:
 
     @property
     def groups(self) -> dict[int, int]:
-        """Index of the optimizer's parameter group for each parameter, keyed by the parameter's position."""
+        """Index of the optimizer's parameter group for each parameter, keyed by parameter position."""
         return self.groups_of(self._optimizer)
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> dict[int, int]:
@@ -89,18 +89,18 @@ class ShardedOptimizer:
 
     @property
     def own(self) -> Shard:
-        """Shard that this rank owns."""
+        """Shard owned by this rank."""
         return self._holder.mine[0]
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
     @property
     def divided(self) -> bool:
-        """True if other ranks hold some of the shards, so that updates are voted on."""
+        """True if other ranks hold some of the shards, so that updates need a vote."""
         return self._begun and self._run.group.world_size > 1
 
     def decide(self, part: OptimizerPart) -> bool:
-        """Vote with all ranks on the next update of optimizer ``part``; if the result is False, the step is lost."""
+        """Vote with all ranks on optimizer ``part``'s next update; if the result is False, the step is lost."""
         self._close()
         if not self.divided:
             return True
@@ -129,13 +129,13 @@ class ShardedOptimizer:
         return True
 
     def _close(self) -> None:
-        """Record that rank 0 no longer has the whole state."""
+        """Record that rank 0 no longer has the full state."""
         self._open, self._gathered, self._compared = False, None, False
 
     def _grads_of_followed(self, places: Collection[int]) -> list[Grads]:
-        """Send own gradients to this rank's follower, and receive those of the ranks that it follows.
+        """Send this rank's gradients to its follower, and receive gradients from the ranks it follows.
 
-        Returns the received gradients, one mapping per followed shard.
+        Returns the received gradients, one mapping for each followed shard.
         """
         layout, own = self._collectives.layout, self._own_grads(places)
         if layout.follower_of(0) is None:  # the other owners have the same
@@ -161,7 +161,7 @@ class ShardedOptimizer:
         return grad.dtype
 
     def _own_grads(self, places: Collection[int]) -> dict[int, Tensor]:
-        """Return the gradients of this rank's rows of some parameters, keyed by the parameter's position."""
+        """Return the gradients for this rank's rows of some parameters, keyed by parameter position."""
         own = self._holder.mine[0]
         found = {place: self.params[place].local_grad for place in places if place in own.views}
         return {place: grad for place, grad in found.items() if grad is not None}
@@ -178,7 +178,7 @@ class ShardedOptimizer:
         return ShardUpdate(part.optimizer, hidden, groups, self._by_hand)
 
     def update(self, part: OptimizerPart, apply: Callable[[], Any]) -> Any:
-        """Make an update of optimizer ``part`` for which all ranks voted; return the result of ``apply``, its step."""
+        """Make optimizer ``part``'s update that all ranks voted for; return the result of ``apply``, its step."""
         followed, self._followed = self._followed, []
         result = self._update(part).make(self._with_grads(self.groups_of(part.optimizer), followed), apply)
         self._last = self._last.next(self._run.group.generation, part.optimizer)
@@ -204,7 +204,7 @@ class ShardedOptimizer:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def enter_group(self) -> None:
-        """Receive the shards for the current group; all ranks with shards must have made the same updates.
+        """Receive shards for the current group; all ranks with shards must have made the same updates.
 
         Raises StateLostError on every rank if no rank holds some of the rows.
         """
@@ -221,7 +221,7 @@ class ShardedOptimizer:
             self._gathered = self._holder.collect(group)
 
     def _report_layout(self) -> None:
-        """Warn once if several shard groups are requested but the current group cannot be divided into them."""
+        """Warn once if several shard groups are requested, but the current group cannot be divided into them."""
         size, world = self._collectives.shard_size, self._run.group.world_size
         if size is None or world == 1 or self._collectives.layout.is_replicated or self._told:
             return
@@ -229,7 +229,7 @@ class ShardedOptimizer:
         self._run.notify("warning", _ONE_GROUP.format(number=self._number, size=size, world=world))
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Copy shards until two staying ranks r (``stays[r]`` is True) hold each, before others leave; a collective."""
+        """Copy shards so that two staying ranks (``stays[r]`` for rank r) hold each of them; called on every rank."""
         if self.divided and not all(stays):
             self._holder.hand_over(self._run.group, stays)
 
@@ -237,16 +237,16 @@ class ShardedOptimizer:
 
     @property
     def settled(self) -> bool:
-        """True if this rank can save the whole model."""
+        """True if this rank is able to save the full model."""
         return not self.divided or self._gathered is not None
 
     def end_pass(self) -> None:
-        """End a pass over the data: compare the copies of each shard, and gather the whole model on rank 0.
+        """End a pass over the data: compare each shard's copies, and gather the full model on rank 0.
 
-        Code after the loop can then save a checkpoint on rank 0 alone. A model that was built on the meta device
-        might not fit into rank 0's memory, so it is gathered only if all ranks request this.
+        Code after the loop can then save a checkpoint on rank 0 alone. A model built on the meta device might not fit
+        into rank 0's memory, so it is gathered only if all ranks request this.
 
-        Raises ReplicasDifferError on every rank if holders of a shard differ.
+        Raises ReplicasDifferError on every rank if a shard differs between its holders.
         """
         if self._holder.built_on_meta:
             self._compare()
@@ -254,9 +254,9 @@ class ShardedOptimizer:
             self.gather()
 
     def gather(self) -> None:
-        """Gather the whole model into rank 0's CPU memory, where it stays until the next update; called on every rank.
+        """Gather the full model into rank 0's CPU memory until the next update; called on every rank.
 
-        Raises ReplicasDifferError on every rank if holders of a shard differ.
+        Raises ReplicasDifferError on every rank if a shard differs between its holders.
         """
         self._compare()
         if self.divided and not self._open:
@@ -264,14 +264,14 @@ class ShardedOptimizer:
         self._open = True
 
     def _compare(self) -> None:
-        """Compare the holders of each shard, once after each update; raises ReplicasDifferError."""
+        """Compare each shard between its holders, once after each update; raises ReplicasDifferError."""
         if self.divided and not (self._open or self._compared):
             self._holder.compare(self._run.group.communicator)
             self._compared = True
             self._by_hand.record()
 
     def _whole(self) -> Whole | None:
-        """Return the whole state, None on ranks that lack it; if rank 0 lacks it, call this on every rank."""
+        """Return the full state, None on ranks that lack it; if rank 0 lacks it, call this on every rank."""
         if not self.divided:
             return self._holder.whole()
         if not self._open and not self._run.ledger.replaying:  # others have done what a joiner only goes by
@@ -280,32 +280,32 @@ class ShardedOptimizer:
         return self._gathered
 
     def whole_states(self) -> dict[Tensor, State]:
-        """Return the optimizer's whole states, keyed by parameter, on rank 0, and an empty dict on other ranks.
+        """Return the optimizer's full states, keyed by parameter, on rank 0; other ranks get an empty dict.
 
-        All ranks must make this call between an update and the end of a pass and, for a model that was built on the
-        meta device, at any time. Raises RanksDisagreeError if another rank does not make it.
+        Between an update and the end of a pass, all ranks must call this; for a model built on the meta device, this
+        applies at any time. Raises RanksDisagreeError if another rank does not make the call.
         """
         return {self.params[place].param: state for place, (_, state) in (self._whole() or {}).items() if state}
 
     def whole_params(self) -> dict[str, Tensor]:
-        """Return the whole parameters, keyed by name; empty if this rank does not have them."""
+        """Return the full parameters, keyed by name; empty if this rank does not have them."""
         return {self.params[place].name: value for place, (value, _) in (self._whole() or {}).items()}
 
     def loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep this rank's rows of whole states that all ranks have loaded into an optimizer."""
+        """Keep this rank's rows of the full states that all ranks have loaded into an optimizer."""
         self._holder.copy_states(optimizer)
         if self.divided:
             self._close()
 
     def load_param(self, name: str, value: Tensor) -> None:
-        """Keep this rank's rows of ``value``, the whole parameter called ``name``, which all ranks load."""
+        """Keep this rank's rows of ``value``, the full parameter called ``name``, which all ranks load."""
         self._holder.copy_param(next(place for place, each in enumerate(self.params) if each.name == name), value)
         self._by_hand.suspect()
         if self.divided:
             self._close()
 
     def hold_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
-        """Replace held shards by the whole model with the parameters ``values``; call :meth:`restore` for states.
+        """Replace held shards with the full model with parameters ``values``; call :meth:`restore` for states.
 
         Raises RuntimeError if a parameter has a different shape.
         """
@@ -328,39 +328,39 @@ class ShardedOptimizer:
         }
 
     def gathered(self) -> dict[Parameter, State] | None:
-        """Return the optimizer's whole states, keyed by parameter; None if this rank does not have them."""
+        """Return the optimizer's full states, keyed by parameter; None if this rank does not have them."""
         whole = self.gathered_whole()
         return None if whole is None else {self.params[place].param: state for place, (_, state) in whole.items()}
 
     def gathered_whole(self) -> Whole | None:
-        """Return the whole parameters and states; None if this rank does not have them."""
+        """Return the full parameters and states; None if this rank does not have them."""
         if self.divided:
             return self._gathered
         return self._holder.whole() if self._holder.holds else None
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """Return the states that this rank writes to a checkpoint of all ranks; None if it holds all states."""
+        """Return the states that this rank writes to a joint checkpoint of all ranks; None if it holds all states."""
         if not self.divided:
             return None
         return {self.params[place].param: state for place, (_, state) in self._holder.written().items()}
 
     def written_params(self) -> dict[str, Pieces]:
-        """Return this rank's parameter rows for a checkpoint of all ranks, keyed by name; requires a divided model."""
+        """Return this rank's parameter rows for a joint checkpoint, keyed by name; requires a divided model."""
         return {self.params[place].name: value for place, (value, _) in self._holder.written().items()}
 
     def kept(self) -> dict[str, Any]:
-        """Return the shards that this rank holds, for another run in this process."""
+        """Return the shards held by this rank, for another run in this process."""
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Adopt the result of :meth:`capture` from another rank or a checkpoint, with the last update that it records.
+        """Adopt the result of :meth:`capture` from another rank or a checkpoint, with the last update it records.
 
-        Shards that lack this update are updated if this rank has kept everything for it, and dropped otherwise.
+        Shards that lack this update are updated if this rank has kept everything needed for it, and dropped otherwise.
 
         Args:
-            whole: Whether optimizer and model hold the whole state and all parameters after that update.
+            whole: Whether the optimizer and model hold the full state and all parameters after that update.
 
-        Raises RuntimeError if the state belongs to a different model, or to one that is not sharded.
+        Raises RuntimeError if the state belongs to a different model, or to a model that is not sharded.
         """
         if tree is None:
             raise RuntimeError(
@@ -398,28 +398,28 @@ class OptimizerPart:
 
     @property
     def divided(self) -> bool:
-        """True if other ranks hold some of the shards, so that updates are voted on."""
+        """True if other ranks hold some of the shards, so that updates need a vote."""
         return self.shards.divided
 
     def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the user's pre-step hooks with ``kwargs``, and return the arguments as changed by the hooks."""
+        """Call the user's pre-step hooks with ``kwargs``, and return the arguments as modified by the hooks."""
         return StepHooks(self.optimizer).before(kwargs)
 
     def decide(self) -> bool:
-        """Vote with all ranks on the next update; return False if the vote fails, so that the step is lost."""
+        """Vote with all ranks on the next update; return False if the vote fails, which means the step is lost."""
         return self.shards.decide(self)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make an update for which all ranks voted; return the result of ``apply``, the optimizer's step."""
+        """Make an update that all ranks voted for; return the result of ``apply``, the optimizer's step."""
         return self.shards.update(self, lambda: apply(**kwargs))
 
     def whole_states(self) -> dict[Tensor, State]:
-        """Return the optimizer's whole states, keyed by parameter, on rank 0; see ``ShardedOptimizer.whole_states``."""
+        """Return the optimizer's full states, keyed by parameter, on rank 0; see ``ShardedOptimizer.whole_states``."""
         own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         return {param: state for param, state in self.shards.whole_states().items() if id(param) in own}
 
     def loaded(self) -> None:
-        """Keep this rank's rows of whole states that all ranks have loaded into the optimizer."""
+        """Keep this rank's rows of the full states that all ranks have loaded into the optimizer."""
         self.shards.loaded(self.optimizer)
 
 
@@ -427,9 +427,9 @@ class ShardUpdate:
     """Update of some shards with given gradients.
 
     Args:
-        hidden: ``id`` of each user parameter that is replaced by rows of shards while the optimizer steps.
+        hidden: ``id`` of each user parameter replaced with shard rows during the optimizer step.
         groups: Index of the optimizer's parameter group, keyed by parameter position.
-        by_hand: Detector of changes to parameters outside of updates.
+        by_hand: Detector of changes to parameters outside updates.
     """
 
     def __init__(
@@ -441,8 +441,8 @@ class ShardUpdate:
         """Make the update, and return the result of ``apply``.
 
         Args:
-            shards: Each shard with the gradients of its rows, keyed by the parameter's position; parameters without a
-                gradient are left out.
+            shards: Each shard with its rows' gradients, keyed by parameter position; parameters without a gradient are
+                left out.
         """
         shown: list[tuple[Parameter, int]] = []
         states: dict[Parameter, State] = {}
@@ -469,7 +469,7 @@ class ShardUpdate:
 class PendingShards:
     """Copies of everything needed to make an update later, once it is known that all ranks voted for it.
 
-    By that time, the optimizer may have the options of a later step, and the gradients may no longer exist.
+    By that time, the optimizer may have a later step's options, and the gradients may no longer exist.
 
     Args:
         shards: Shards and gradients, as in ``ShardUpdate.make``; the gradients are copied.
@@ -488,6 +488,6 @@ class PendingShards:
         self._options = options_of(part.optimizer)
 
     def make(self, rates: Sequence[float]) -> None:
-        """Make the update with the learning rates that other ranks have used."""
+        """Make the update with the learning rates used on other ranks."""
         with as_then(self._part.optimizer, self._options, rates):
             self._update.make(self._shards, self._part.apply)

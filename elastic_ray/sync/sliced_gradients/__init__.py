@@ -1,1 +1,1 @@
-"""Gradients of which each rank receives only the mean of the parts whose optimizer state it owns (ZeRO-2)."""
+"""Gradients sliced over ranks: each rank receives the mean only for parts whose optimizer state it owns (ZeRO-2)."""

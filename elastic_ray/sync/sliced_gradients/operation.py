@@ -1,4 +1,4 @@
-"""Reduction of gradients to the owners of their optimizer state, in two exchanges (torch)."""
+"""Reduction of gradients to their optimizer state's owners, in two exchanges (torch)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUMBERS = 3
 
 
 class SlicedBucket(Bucket):
-    """Bucket whose sums are sent only to the ranks that own their optimizer state.
+    """Bucket with sums that are sent only to the ranks owning their optimizer state.
 
     Before its reduction is launched, it is an ordinary bucket. From then on, ``.grad`` is a ``SlicedGradient``, and
     the bucket holds the sums of the parts that this rank owns.
@@ -48,7 +48,7 @@ class SlicedBucket(Bucket):
 
     @property
     def pieces(self) -> tuple[BucketPiece, ...]:
-        """Pieces of the bucket for the current owners; a new tuple whenever the owners change."""
+        """Pieces of the bucket for the current owners, as a new tuple whenever the owners change."""
         owners = [each.owners for each in self._tiles]
         if self._pieces is None or any(map(operator.is_not, owners, self._pieces[0])):
             found = [each.owned_spans(self.params) for each in self._tiles if each.owners]
@@ -66,7 +66,7 @@ class SlicedBucket(Bucket):
     def put(self, weight: float, *, sums: bool = False) -> Tensor | None:
         """Copy the weighted gradients into the bucket, like ``Bucket.put``.
 
-        Raises RuntimeError if a gradient is sparse or was removed, or a sliced one was not zeroed.
+        Raises RuntimeError if a gradient is sparse or was removed, or a sliced gradient was not zeroed.
         """
         if any(isinstance(param.grad, SlicedGradient) for param in self.params):
             raise RuntimeError(ADDS_UP)
@@ -74,7 +74,7 @@ class SlicedBucket(Bucket):
         return super().put(weight, sums=sums)
 
     def give(self, own: Tensor) -> None:
-        """Store ``own``, the gradients that this rank has sent, and make each parameter's ``.grad`` sliced."""
+        """Store ``own``, the gradients sent by this rank, and make each parameter's ``.grad`` sliced."""
         self._own = own
         self.grads = []
         self._contents = {}
@@ -87,11 +87,11 @@ class SlicedBucket(Bucket):
         param.grad = SlicedGradient(param, content)
 
     def take(self, kept: Sequence[tuple[BucketPiece, Tensor]], received: Sequence[tuple[BucketPiece, Tensor]]) -> None:
-        """Store the sums that this rank computed (``kept``), and those ``received`` because it owns them too."""
+        """Store the sums computed by this rank (``kept``), and the sums it ``received`` because it owns them too."""
         self._kept, self._received = list(kept), list(received)
 
     def numbers(self) -> Tensor:
-        """Return squared norm, NaN count and infinity count of this rank's sums, [parameters, 3] in float64."""
+        """Return the squared norm, NaN count and infinity count of this rank's sums, [parameters, 3] in float64."""
         found = torch.zeros(len(self.params), NUMBERS, dtype=torch.float64)
         kept = self._kept or []
         if not kept:
@@ -106,16 +106,16 @@ class SlicedBucket(Bucket):
         return found
 
     def know(self, numbers: Tensor) -> None:
-        """Store ``numbers``, the results of :meth:`numbers` summed over all ranks."""
+        """Store ``numbers``, the :meth:`numbers` results summed over all ranks."""
         self._numbers = numbers.tolist()
 
     @property
     def finite(self) -> bool:
-        """True if the complete mean is finite, according to the statistics that all ranks share."""
+        """True if the complete mean is finite, according to the statistics shared by all ranks."""
         return not any(nans or infinities for _, nans, infinities in self._numbers)
 
     def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
-        """Set ``.grad`` to the sliced mean; ``used()`` returns whether any rank had a gradient, for each parameter."""
+        """Set ``.grad`` to the sliced mean; ``used()`` returns, for each parameter, whether any rank had a gradient."""
         for index, (param, flag) in enumerate(zip(self.params, used(), strict=True)):
             if flag and index not in self._contents:
                 self._show(index, param)
@@ -127,7 +127,7 @@ class SlicedBucket(Bucket):
         self._contents = {}
 
     def squared_norm(self, preconditioner: FlatPreconditioner | None) -> Tensor:
-        """Return the squared norm of the bucket or, after the reduction, of the part that this rank has summed."""
+        """Return the squared norm of the bucket or, after the reduction, of the part summed by this rank."""
         if self._kept is None:
             return super().squared_norm(preconditioner)
         found = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.params[0].device)
@@ -145,7 +145,7 @@ class SlicedBucket(Bucket):
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def replace_buffer(self) -> None:
-        """Drop all memory to which an abandoned reduction may still write; the bucket's gradients become zero."""
+        """Drop all memory that an abandoned reduction may still be writing to; the bucket's gradients become zero."""
         super().replace_buffer()
         for index in self._contents:
             grad = self.params[index].grad
@@ -156,7 +156,7 @@ class SlicedBucket(Bucket):
 
 @dataclasses.dataclass(slots=True)
 class _Buffers:
-    """Memory for one bucket's pieces, and views of it for each piece."""
+    """Memory for one bucket's pieces, and a view of it for each piece."""
 
     sent: Tensor
     sent_views: list[Tensor]
@@ -169,12 +169,11 @@ class _Buffers:
 
 
 class SlicedOperation(BucketOperation):
-    """Reduction of gradients to the owners of their optimizer state; a stateless ``BucketOperation``.
+    """Reduction of gradients to their optimizer state's owners; a stateless ``BucketOperation``.
 
-    Each rank sends its gradients once, and receives the sums of the tiles that it owns. With W ranks and two owners
-    per tile, the two exchanges send (W - 1) / W and 1 / W of the bucket, compared with 2 (W - 1) / W for an
-    all-reduce. All owners of a piece have bit-identical results: the first owner sums in rank order, and sends the
-    sum to the others.
+    Each rank sends its gradients once, and receives the sums for the tiles it owns. With W ranks and two owners per
+    tile, the two exchanges send (W - 1) / W and 1 / W of the bucket, compared with 2 (W - 1) / W for an all-reduce. All
+    owners of a piece have bit-identical results: the first owner sums in rank order, and sends the sum to the others.
     """
 
     def __init__(self, copies: int, form: WireForm) -> None:
@@ -198,7 +197,7 @@ class SlicedOperation(BucketOperation):
         return (group.all_to_all(self._arrived, buffers.sent, [share] * world, made.sent_splits),)
 
     def next_round(self, bucket: SlicedBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Sum the pieces, and send the sums to the other owners; in the last call, hand all sums to the bucket."""
+        """Sum the pieces, and send the sums to the other owners; in the last call, pass all sums to the bucket."""
         made, buffers = self._known
         if finished == 1:
             assert self._arrived is not None, "it was launched"
@@ -219,7 +218,7 @@ class SlicedOperation(BucketOperation):
         return self._routes, self._buffers
 
     def _update_routes(self, bucket: SlicedBucket, group: GradientGroup) -> None:
-        """Adapt routes and memory to the current owners."""
+        """Adapt the routes and memory to the current owners."""
         pieces = bucket.pieces
         if self._for is not pieces:
             self._for, self._routes, self._buffers = pieces, routes(pieces, group.rank, group.world_size), None

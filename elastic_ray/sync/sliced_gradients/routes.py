@@ -28,10 +28,10 @@ class BucketPiece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Routes:
-    """Pieces of a bucket that one rank sends and receives, in order.
+    """Pieces of a bucket sent and received by one rank, in order.
 
-    In the first round, every rank sends each piece to the piece's first owner, which sums what it receives. In the
-    second round, the first owner sends the sum to the other owners.
+    In the first round, every rank sends each piece to the piece's first owner, which sums the pieces it receives. In
+    the second round, the first owner sends the sum to the other owners.
     """
 
     sent: tuple[BucketPiece, ...]  # all pieces, by first owner
@@ -44,14 +44,14 @@ class Routes:
 
     @property
     def passes_all(self) -> bool:
-        """True if the pieces that this rank sends on are exactly the pieces that it sums, in the same order."""
+        """True if the pieces this rank sends on are exactly the pieces it sums, in the same order."""
         return self.passed == tuple(range(len(self.kept)))
 
 
 def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tuple[BucketPiece, ...]:
-    """Return the pieces into which a bucket is divided by the owners of its parameters.
+    """Return the pieces that result from dividing a bucket by its parameters' owners.
 
-    Raises ValueError if some elements of a parameter have no owner.
+    Raises ValueError if any elements of a parameter have no owner.
     """
     found, at = [], 0
     for param, (size, mine) in enumerate(zip(sizes, spans, strict=True)):
@@ -63,7 +63,7 @@ def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tup
 
 
 def routes(pieces: Sequence[BucketPiece], rank: int, world_size: int) -> Routes:
-    """Return the pieces of a bucket that `rank` sends and receives; all ranks must pass the same pieces."""
+    """Return the pieces of a bucket sent and received by `rank`; all ranks must pass the same pieces."""
     # Pieces of one pair of owners lie together, so that with two owners the sums are passed on as they lie.
     ordered = sorted(pieces, key=lambda piece: piece.owners)
     kept = [piece for piece in ordered if piece.owners[0] == rank]

@@ -1,8 +1,8 @@
-"""Tensor type of ``.grad`` for a parameter whose mean gradient is sliced over several ranks (torch).
+"""Tensor type for ``.grad`` when a parameter's mean gradient is sliced over several ranks (torch).
 
-A sliced gradient is a tensor without elements. Operations that need elements raise an error, so that the result
-for a slice is never mistaken for the result for the whole gradient. All ranks know the gradient's 2-norm and
-whether it is finite, so clipping and AMP's ``GradScaler`` work as usual, with the same result on every rank.
+A sliced gradient is a tensor without elements. Operations that need elements raise an error, so that a slice's result
+is never mistaken for the entire gradient's result. All ranks know the gradient's 2-norm and whether it is finite, so
+clipping and AMP's ``GradScaler`` work as usual, with the same result on every rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _last_read: tuple[weakref.ref[Tensor], int, float] | None = None
 def _number(factor: Any) -> float:
     """Return a factor as a number.
 
-    Torch passes the clipping factor separately for each gradient, so it is read from the GPU only once.
+    Torch passes the clipping factor separately for each gradient, but it is read from the GPU only once.
     """
     global _last_read
     if not isinstance(factor, Tensor) or factor.is_inference():
@@ -45,7 +45,7 @@ def _number(factor: Any) -> float:
 
 @dataclasses.dataclass(slots=True)
 class Content:
-    """Content of a sliced gradient: local slices, and the properties of the whole gradient that all ranks know."""
+    """Content of a sliced gradient: local slices, and the properties of the entire gradient known to all ranks."""
 
     # the slices that this rank owns, by first element
     parts: dict[int, Tensor] = dataclasses.field(default_factory=dict)
@@ -55,7 +55,7 @@ class Content:
     plain: Tensor | None = None  # an ordinary tensor that it has become, with zeros at first; nothing else counts then
 
     def know(self, squared_norm: float, nans: float, infinities: float) -> None:
-        """Store the squared norm, and the numbers of NaNs and infinities, of the whole reduced gradient."""
+        """Store the entire reduced gradient's squared norm, and its numbers of NaNs and infinities."""
         self.norm, self.nonfinite, self.waits = squared_norm**0.5, (int(nans), int(infinities)), False
 
     def become(self, plain: Tensor) -> None:
@@ -63,7 +63,7 @@ class Content:
         self.waits, self.plain = False, plain
 
     def fill(self, number: float, count: int) -> None:
-        """Set all elements of the gradient to ``number``; on all ranks together, it has ``count`` elements."""
+        """Set all elements of the gradient to ``number``; across all ranks, it has ``count`` elements."""
         for part in self.parts.values():
             part.fill_(number)
         self.norm = abs(number) * count**0.5
@@ -80,7 +80,7 @@ class Content:
             self.nonfinite = (1, 0)
 
     def clamp(self, low: float | None, high: float | None) -> None:
-        """Clamp every element to [low, high]; the norm becomes unknown, and infinities may remain if one is None."""
+        """Clamp every element to [low, high]; the norm becomes unknown, and infinities may remain if either is None."""
         for part in self.parts.values():
             part.clamp_(low, high)
         nans, infinities = self.nonfinite
@@ -88,14 +88,14 @@ class Content:
 
 
 class SlicedGradient(Tensor):
-    """Tensor without elements that represents ``.grad`` while the mean gradient is sliced over several ranks."""
+    """Tensor without elements that stands for ``.grad`` while the mean gradient is sliced over several ranks."""
 
     content: Content
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, param: Tensor, content: Content) -> SlicedGradient:
-        """Create a wrapper tensor of the parameter's shape, dtype and device."""
+        """Create a wrapper tensor with the parameter's shape, dtype and device."""
         made: SlicedGradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=param.device
         )
@@ -124,14 +124,14 @@ class SlicedGradient(Tensor):
 
     @property
     def finite(self) -> bool:
-        """True if all elements of the whole gradient, on all ranks, are finite."""
+        """True if all elements of the entire gradient, on all ranks, are finite."""
         content = self.content
         return bool(content.plain.isfinite().all()) if content.plain is not None else not any(content.nonfinite)
 
     def part(self, start: int, length: int) -> Tensor:
-        """Return a slice of the gradient that this rank owns.
+        """Return a slice of the gradient; this rank must own it.
 
-        Raises RuntimeError if this rank does not own the slice, because owners have changed since the reduction.
+        Raises RuntimeError if this rank does not own the slice because owners have changed since the reduction.
         """
         content = self.content
         if content.plain is not None:
@@ -169,14 +169,14 @@ class SlicedGradient(Tensor):
 
 
 def plain_or_sliced(grad: Tensor) -> Tensor:
-    """Return the ordinary tensor that a sliced gradient has become; return any other tensor unchanged."""
+    """Return the ordinary tensor that a sliced gradient has become, and any other tensor unchanged."""
     if isinstance(grad, SlicedGradient) and grad.content.plain is not None:
         return grad.content.plain
     return grad
 
 
 def _refused(grad: SlicedGradient, operation: str) -> RuntimeError:
-    """Return the error for an operation that cannot be computed, with what to do instead."""
+    """Return the error for an operation that cannot be computed, with advice on what to do instead."""
     which = f"the gradient of a parameter of shape {tuple(grad.shape)}"
     if grad.content.waits:
         return RuntimeError(f"{which} {_WAITS}")
@@ -230,7 +230,7 @@ def _divide(given: Any, grad: Any, factor: Any) -> Any:
 
 
 def _for_all(divide_or_multiply: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], None]:
-    """Return the handler of an operation on several gradients, with one factor each or one for all."""
+    """Return the handler for an operation on several gradients, with a factor for each or one for all."""
 
     def handle(given: Any, grads: Any, factors: Any) -> None:
         each = factors if isinstance(factors, (list, tuple)) else [factors] * len(grads)
@@ -271,7 +271,7 @@ def _detach(given: Any, grad: Any) -> Any:
 
 
 def _unscale(given: Any, grads: Any, found: Tensor, inverse: Tensor) -> None:
-    """Unscale all gradients as AMP's scaler does, with the same outcome on all ranks."""
+    """Unscale all gradients like AMP's scaler, with the same outcome on all ranks."""
     others = [grad for grad in grads if not isinstance(grad, SlicedGradient)]
     if others:
         torch._amp_foreach_non_finite_check_and_unscale_(others, found, inverse)

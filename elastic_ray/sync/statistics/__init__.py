@@ -1,1 +1,1 @@
-"""Statistics of one model's gradients, measured during reductions that take place anyway."""
+"""Statistics of one model's gradients, measured during reductions that are needed anyway."""

@@ -1,14 +1,14 @@
 """Squared norms of single samples' gradients, measured in a model's layers during backward (torch).
 
-With a layer's input x and the gradient g of its output, [samples, positions, features], the gradient of one sample b is
+Given a layer's input x and its output's gradient g, [samples, positions, features], the gradient of one sample b is
 
     linear        sum_t g[b,t] x[b,t]^T                     bias    sum_t g[b,t]
     normalising   sum_t g[b,t] x^[b,t], x^ normalised       bias    sum_t g[b,t]
     embedding     sum of g[b,t] over positions t of a word
 
 Normalisation layers alone determine the noise up to a factor (Gray et al. 2024, arXiv 2411.00999). For each weight, a
-pass computes the gradients of some columns, different ones each time, and extrapolates to all. Only the matching part
-of x is kept, so that checkpointing still saves memory. Nothing is kept between steps. If the loss is a mean over B
+pass computes the gradients of some columns, different each time, and extrapolates to all columns. Only the matching
+part of x is kept, so that checkpointing still saves memory. Nothing is kept between steps. If the loss is a mean over B
 samples, gradients carry a factor 1 / B: sum_b ||B g_b||^2 / B = B sum_b ||g_b||^2 is the mean squared norm of the
 samples' own gradients, for K = B gradients in ``noise_scale.estimate``.
 """
@@ -71,10 +71,10 @@ class _Layer(abc.ABC):
     """Layer whose parameter gradients can be computed per sample.
 
     Args:
-        params: Ids of the parameters that are measured.
+        params: Ids of the measured parameters.
 
     Attributes:
-        features: Number of columns, some of which are measured at a time.
+        features: Number of columns; each measurement covers some of them.
     """
 
     forwards: ClassVar[tuple[Any, ...]]  # classes with this very forward pass have such layers
@@ -96,11 +96,11 @@ class _Layer(abc.ABC):
         """Return the sizes of the input's dimensions that are not features."""
 
     def cut(self, weight: Tensor, columns: slice) -> Tensor:
-        """Return some columns of the weight, or of the optimizer's state for it."""
+        """Return some columns of the weight or of its optimizer state."""
         return weight[:, columns]
 
     def watch(self, output: Any, see: Callable[[Tensor], None]) -> bool:
-        """Register `see` to be called with the output's gradient in the backward pass; False if there will be none."""
+        """Register `see` to be called with the output's gradient during backward; False if it will have none."""
         if type(output) is not Tensor or not output.requires_grad:
             return False
         output.register_hook(see)  # type: ignore[no-untyped-call]
@@ -108,15 +108,15 @@ class _Layer(abc.ABC):
 
     @abc.abstractmethod
     def keep(self, x: Tensor, columns: slice) -> Tensor:
-        """Return the part of the input that backward needs."""
+        """Return the part of the input needed for backward."""
 
     def ordered(self, kept: Tensor, g: Tensor) -> Tensor:
-        """Return the gradient with samples as the first dimension."""
+        """Return the gradient with samples along the first dimension."""
         return g
 
     @abc.abstractmethod
     def rows(self, kept: Tensor, g: Tensor, columns: slice, scaled: Scaled) -> Tensor:
-        """Return each sample's gradients of the weight's columns, times the optimizer's factors, as one tensor."""
+        """Return each sample's gradients for the weight's columns, times the optimizer's factors, as one tensor."""
 
     @property
     def usable(self) -> bool:
@@ -124,7 +124,7 @@ class _Layer(abc.ABC):
         return self.weight is not None or self.bias is not None
 
     def parts(self, x: Tensor | None, *, preconditioned: bool) -> int:
-        """Return the number of parts into which columns are divided; each measurement covers one part."""
+        """Return the number of parts that columns are divided into; each measurement covers one part."""
         return max(1, min(MOST_PARTS, self.features // LEAST_COLUMNS))
 
     def columns(self, number: int, parts: int) -> slice:
@@ -133,7 +133,7 @@ class _Layer(abc.ABC):
         return slice(part * self.features // parts, (part + 1) * self.features // parts)
 
     def has_samples_first(self, x: Tensor, samples: int) -> bool:
-        """True if the input's first dimension is the samples. If that is ambiguous, an earlier input decides."""
+        """True if the input's first dimension is the samples; if that is ambiguous, an earlier input decides."""
         leading = self.leading(x)
         if not leading or leading[0] != samples:
             return False
@@ -141,12 +141,12 @@ class _Layer(abc.ABC):
         return self._is_first
 
     def bias_rows(self, g: Tensor) -> Tensor:
-        """Return the gradient of the bias for each sample, [samples, features]."""
+        """Return the bias gradient for each sample, [samples, features]."""
         return g if g.dim() == 2 else g.flatten(1, -2).sum(1)
 
 
 def _wide(numbers: Tensor) -> Tensor:
-    """Return the numbers in at least float32, because squares in half precision overflow."""
+    """Return the numbers in at least float32, because squares overflow in half precision."""
     return numbers.float() if numbers.dtype.itemsize < 4 else numbers
 
 
@@ -179,7 +179,7 @@ class _LinearLayer(_Layer):
 
 
 class _AttentionLayer(_LinearLayer):
-    """Projection of the input to queries, keys and values, if the same tensor is used for all three."""
+    """Projection of the input to queries, keys and values, if all three use the same tensor."""
 
     forwards = (nn.MultiheadAttention.forward,)
     names = ("in_proj_weight", "in_proj_bias")
@@ -208,7 +208,7 @@ class _AttentionLayer(_LinearLayer):
 
 
 class _NormLayer(_Layer):
-    """LayerNorm, RMSNorm or GroupNorm layer; also BatchNorm if it uses its running statistics."""
+    """LayerNorm, RMSNorm or GroupNorm layer; also BatchNorm if it uses running statistics."""
 
     forwards = (
         nn.LayerNorm.forward,
@@ -235,7 +235,7 @@ class _NormLayer(_Layer):
         return x.shape[: -len(self.module.normalized_shape)] if self._is_last else x.shape[:1]
 
     def _by_position(self, x: Tensor) -> Tensor:
-        """Return the tensor in the shape [samples, positions, features]."""
+        """Return the tensor with shape [samples, positions, features]."""
         if self._is_last:
             return x.reshape(len(x), -1, self.features)
         return x.flatten(2).transpose(1, 2) if x.dim() > 2 else x.unsqueeze(1)
@@ -336,7 +336,7 @@ _KINDS: tuple[type[_Layer], ...] = (_LinearLayer, _AttentionLayer, _NormLayer, _
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorms:
-    """Squared norms of single samples' gradients, for some parameters of one group, in the optimizer's units."""
+    """Squared norms of single samples' gradients for some of a group's parameters, in the optimizer's units."""
 
     group: int
     whole: float  # of the gradient
@@ -345,7 +345,7 @@ class LayerNorms:
 
 
 class _LayerHook:
-    """Hook on the forward pass of a layer; in copies and pickles of the module it does nothing."""
+    """Hook on a layer's forward pass; in copies and pickles of the module, it does nothing."""
 
     def __init__(self, see: Callable[[_Layer, tuple[Any, ...], Any], None], layer: _Layer) -> None:
         self._see, self._layer = see, layer
@@ -367,10 +367,10 @@ def _see_nothing(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 class ExampleNorms:
-    """Meter for the squared norms of single samples' gradients, measured in the layers of one model.
+    """Meter for the squared norms of single samples' gradients, measured in one model's layers.
 
-    Hooks are registered on the layers only from :meth:`start` to :meth:`end`. Steps are measured as often as one
-    percent of the training time allows, but at least every 64 steps.
+    Hooks are registered on the layers only from :meth:`start` to :meth:`end`. Steps are measured as often as possible
+    within one percent of the training time, but at least every 64 steps.
 
     Args:
         params: Trainable parameters of the model.
@@ -406,12 +406,12 @@ class ExampleNorms:
 
     @property
     def _mixes_samples(self) -> bool:
-        """True if a layer makes each sample's gradient depend on other samples."""
+        """True if any layer makes each sample's gradient depend on other samples."""
         return any(each.training for each in self._mixing)
 
     @property
     def on(self) -> bool:
-        """True while a backward pass is measured, from :meth:`start` to :meth:`end`."""
+        """True while a backward pass is being measured, from :meth:`start` to :meth:`end`."""
         return self._samples > 0
 
     @property
@@ -436,12 +436,12 @@ class ExampleNorms:
     def start(
         self, step: int, samples: int, buckets: Sequence[Bucket], preconditioner: Callable[[Bucket], Any]
     ) -> None:
-        """Start to measure the next backward pass, which is over ``samples`` samples.
+        """Start measuring the next backward pass, over ``samples`` samples.
 
         Args:
             step: Number of committed steps.
             buckets: Buckets with all trainable parameters.
-            preconditioner: Returns the optimizer's factors for a bucket; None for 1.
+            preconditioner: Returns the optimizer's factors for a bucket; None if they are 1.
         """
         self.stop()
         since_s = self._clock()
@@ -471,7 +471,7 @@ class ExampleNorms:
 
     @torch.no_grad()
     def end(self) -> list[LayerNorms] | None:
-        """End the measurement and return the norms; None if the layers hold less than half of the parameters."""
+        """End the measurement and return the norms; None if the layers have less than half of the parameters."""
         since_s, found, buckets = self._clock(), self._found, self._buckets
         self.stop()
         numbers, kinds = list[Tensor](), list[tuple[int, bool]]()
@@ -496,7 +496,7 @@ class ExampleNorms:
         return norms
 
     def _forward(self, layer: _Layer, args: tuple[Any, ...], output: Any) -> None:
-        """Keep the part of a layer's input that backward needs."""
+        """Keep the part of a layer's input needed for backward."""
         since_s, x = self._clock(), args[0] if args else None
         if type(x) is Tensor and layer.has_samples_first(x, self._samples):
             parts = layer.parts(x, preconditioned=self.preconditioned)
@@ -507,7 +507,7 @@ class ExampleNorms:
         self._spent_s += self._clock() - since_s
 
     def _backward(self, layer: _Layer, number: int, parts: int, columns: slice, kept: Tensor, g: Tensor) -> None:
-        """Add the norms of a layer's parameters, when backward has computed the gradient of its output."""
+        """Add the norms for a layer's parameters once backward has computed its output's gradient."""
         if number != self._number or not self._samples:
             return
         since_s = self._clock()
@@ -550,7 +550,7 @@ class ExampleNorms:
 
 
 def _node_with(weight: Tensor, last: Any) -> Any:
-    """Return the autograd node before ``last`` that multiplies by this weight; None if there is none."""
+    """Return the autograd node before ``last`` that multiplies by this weight; None if not found."""
     nodes = collections.deque([last])
     for _ in range(ATTENTION_NODES):
         node = nodes.popleft() if nodes else None
@@ -565,7 +565,7 @@ def _node_with(weight: Tensor, last: Any) -> Any:
 
 
 def _squared_norms(params: Sequence[Any], grads: list[Any], factors: FlatPreconditioner | None) -> list[Tensor]:
-    """Return the squared norm of each gradient, in at least float32."""
+    """Return each gradient's squared norm, in at least float32."""
     if factors is not None:
         return factors.squared_norms(params, grads)
     dtype = torch.promote_types(torch.float32, grads[0].dtype.to_real()) if grads else None
@@ -578,7 +578,7 @@ def _of_parameter(group: int, whole: float, of_examples: float | None) -> LayerN
 
 
 def _layers_of(module: nn.Module, params: set[int]) -> list[_Layer]:
-    """Return the layers that can be measured; those compiled by torch cannot."""
+    """Return the layers that can be measured; layers compiled by torch cannot."""
     marks = ("_compiled_call_impl", "_orig_mod")
     compiled = [each for each in module.modules() if any(getattr(each, mark, None) is not None for mark in marks)]
     hidden = {id(inner) for each in compiled for inner in each.modules()}

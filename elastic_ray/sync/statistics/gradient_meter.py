@@ -1,4 +1,4 @@
-"""Gradient variance, gradient norms and update norms of one model, which are measured on request (torch)."""
+"""Gradient variance, gradient norms and update norms of one model, measured on request (torch)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DIGIT = 2.0**20  # numbers of steps travel in two digits, exact in float32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Known:
-    """Latest measurements that a rank knows; each field is None before its first measurement."""
+    """Latest measurements known to a rank; each field is None before its first measurement."""
 
     variance: GradientVariance | None = None
     norms: GradientNorms | None = None
@@ -28,13 +28,13 @@ class Known:
 class GradientMeter:
     """Meter of one model's gradient variance, gradient norms and update norms.
 
-    Rank 0 measures what is requested, and its results are sent with the next gradient reduction. After each committed
-    step, all ranks therefore know exactly the same numbers, regardless of rounding on their hardware. Gradients that
-    the optimizer does not apply do not count.
+    Rank 0 makes the requested measurements, and its results are sent with the next gradient reduction. After each
+    committed step, all ranks therefore know exactly the same numbers, regardless of rounding on their hardware.
+    Gradients not applied by the optimizer do not count.
 
     Attributes:
-        monitor: Measurements that were requested when buckets were last laid out.
-        known: The measurements that all ranks know.
+        monitor: Measurements requested when buckets were last laid out.
+        known: Measurements known to all ranks.
         moved: Norms of the step's updates so far, keyed by optimizer index.
     """
 
@@ -67,12 +67,12 @@ class GradientMeter:
         self.invalidate()
 
     def enter_group(self) -> None:
-        """Enter a group, to all ranks of which rank 0 sends its results with the first step."""
+        """Enter a group; in its first step, rank 0 sends its results to all ranks."""
         self.known, self._received = Known(), []
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Discard the measurements of the latest pass, because the batch changes or an update is skipped."""
+        """Discard the latest pass's measurements, because the batch is changing or an update is skipped."""
         self._variance = self._gradients = None
         self.moved.clear()
 
@@ -82,19 +82,19 @@ class GradientMeter:
         self.invalidate()
 
     def wants_variance(self, gradients: int, spacing: int, *, halved: bool, again: bool = False) -> bool:
-        """True if the variance is measured in this step.
+        """True if the variance should be measured in this step.
 
         Args:
-            gradients: Number of gradients in the step; a single one has no variance.
-            spacing: Number of steps between two steps that can be measured.
+            gradients: Number of gradients in the step; a single gradient has no variance.
+            spacing: Number of steps between steps that can be measured.
             halved: Whether the step was split in half for the measurement.
-            again: Whether this step must be measured because the measurement of the previous step was invalid.
+            again: Whether this step must be measured because the previous step's measurement was invalid.
         """
         every = self.monitor.variance_every
         return every is not None and gradients > 1 and (halved or again or self._step % every < spacing)
 
     def wants_norms(self, spacing: int, *, again: bool = False) -> bool:
-        """True if norms are measured in this step; arguments as in :meth:`wants_variance`."""
+        """True if norms should be measured in this step; arguments are the same as for :meth:`wants_variance`."""
         every = self.monitor.norms_every
         return every is not None and (again or self._step % every < spacing)
 
@@ -109,8 +109,8 @@ class GradientMeter:
     ) -> None:
         """Store the variance estimated from several gradients of the step.
 
-        The arguments are those of ``NoiseTracker.collect``, without a preconditioner. The noises of two losses are
-        assumed to be independent, so with ``goes_on`` the variances are added.
+        The arguments are the same as for ``NoiseTracker.collect``, without a preconditioner. The noise in two losses is
+        assumed to be independent, so with ``goes_on``, the variances are added.
         """
         before, self._variance = self._variance, None
         if gradients < 2 or (goes_on and before is None):
@@ -126,17 +126,17 @@ class GradientMeter:
         self._variance = GradientVariance(step=self._step, batch_size=step.count, groups=tuple(found))
 
     def set_norms(self, sq_norms_of_mean: Sequence[float]) -> None:
-        """Store the norm of the step's gradient in each parameter group, given the squared norms."""
+        """Store the norm of the step's gradient for each parameter group, given the squared norms."""
         self._gradients = tuple(max(0.0, norm) ** 0.5 for norm in sq_norms_of_mean)
 
     def part(self) -> list[float]:
-        """Return the latest measurements of this worker's part of the model, for :meth:`combine_parts`."""
+        """Return the latest measurements for this worker's part of the model, for :meth:`combine_parts`."""
         none = (0.0,) * self._groups
         variance, norms = self._variance.groups if self._variance else none, self._gradients or none
         return [float(self._variance is not None), float(self._gradients is not None), *variance, *norms]
 
     def combine_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Combine ``parts``, the results of :meth:`part` on all workers of the unit; drop all if one is missing."""
+        """Combine ``parts``, the results of :meth:`part` from all workers in the unit; drop all if any is missing."""
         groups = self._groups
         if self._variance is not None:
             sums = tuple(math.fsum(part[2 + group] for part in parts) for group in range(groups))
@@ -147,11 +147,11 @@ class GradientMeter:
 
     @property
     def wants_update(self) -> bool:
-        """True if the next update is measured, because its gradient was measured."""
+        """True if the next update should be measured because its gradient was measured."""
         return self._gradients is not None
 
     def applied(self, replicas: int) -> None:
-        """Accept the variance of the latest pass over ``replicas`` replicas, as its gradients will be applied next."""
+        """Accept the variance of the latest pass over ``replicas`` replicas, because its gradients are applied next."""
         self._alone = replicas == 1
         variance, self._variance = self._variance, None
         if variance is not None:
@@ -159,18 +159,18 @@ class GradientMeter:
             self._found(dataclasses.replace(self.own, variance=dataclasses.replace(variance, groups=groups)))
 
     def pop_unmoved(self) -> GradientNorms | None:
-        """Return and clear the applied gradient's norms, without the update's; None if they were not measured."""
+        """Return and clear the applied gradient's norms, without the update's norms; None if they were not measured."""
         gradients, self._gradients = self._gradients, None
         return None if gradients is None else GradientNorms(step=self._step, gradients=gradients, updates=())
 
     def updated(self, norms: tuple[float, ...]) -> None:
-        """Store the norm of the update in each parameter group."""
+        """Store the norm of the update for each parameter group."""
         found = self.pop_unmoved()
         if found is not None:
             self._found(dataclasses.replace(self.own, norms=dataclasses.replace(found, updates=norms)))
 
     def found_by_all(self, norms: GradientNorms) -> None:
-        """Store norms that all ranks have measured together, so that all ranks know them at once."""
+        """Store norms measured by all ranks together, which therefore all know them immediately."""
         self.own = dataclasses.replace(self.own, norms=norms)
         self.known = dataclasses.replace(self.known, norms=norms)
 
@@ -180,18 +180,18 @@ class GradientMeter:
             self.known = own  # nobody to agree with
 
     def shared_size(self, groups: int) -> int:
-        """Return the number of values that are sent for ``groups`` parameter groups."""
+        """Return the number of values to send for ``groups`` parameter groups."""
         variance = 3 + groups if self.monitor.variance_every is not None else 0
         return variance + (2 + 2 * groups if self.monitor.norms_every is not None else 0)
 
     def shared_values(self) -> list[float]:
-        """Return rank 0's measurements to send with the reduction; zeros if there are none yet."""
+        """Return rank 0's measurements to send with the reduction; zeros if nothing has been measured yet."""
         if self._sent is None or self._sent[0] is not self.own:
             self._sent = self.own, self._packed()
         return self._sent[1]
 
     def _packed(self) -> list[float]:
-        """Return the measurements as numbers; step counts start at 1, so that 0 means no measurement."""
+        """Return the measurements as numbers; step counts start at 1 so that 0 can mean no measurement."""
         variance, norms, values = self.own.variance, self.own.norms, list[float]()
         if self.monitor.variance_every is not None:
             none = [0.0] * (3 + self._groups)
@@ -202,7 +202,7 @@ class GradientMeter:
         return values
 
     def set_shared(self, values: list[float]) -> None:
-        """Store rank 0's measurements, given as its :meth:`shared_values`, which all ranks have received."""
+        """Store rank 0's measurements, given as its :meth:`shared_values`, after all ranks have received them."""
         if values == self._received:
             return
         self._received, groups = values, self._groups
@@ -225,6 +225,6 @@ def _digits(step: int) -> tuple[float, float]:
 
 
 def _number(values: Sequence[float]) -> int | None:
-    """Return the number of steps encoded at the start of the values; None if there is no measurement."""
+    """Return the number of steps encoded at the start of the values; None without a measurement."""
     step = round(values[0] * _DIGIT + values[1]) - 1
     return step if step >= 0 else None

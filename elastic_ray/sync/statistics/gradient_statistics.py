@@ -21,20 +21,18 @@ _AddUp = Callable[[Sequence[float]], list[float]]
 
 
 class GradientStatistics:
-    """Collector of statistics in one model's backward passes, for the noise tracker and the gradient meter.
+    """Collector of statistics from one model's backward passes, for the noise tracker and the gradient meter.
 
-    The squared norm of a gradient is weighted by its share of the step's samples, so that sums over ranks and
-    micro-steps are weighted means. Norms for the noise scale are in the optimizer's units (multiplied by its
-    preconditioner); norms for the variance are not. Without a preconditioner the two are equal, and are computed only
-    once.
+    Each gradient's squared norm is weighted by its share of the step's samples, so that sums over ranks and micro-steps
+    are weighted means. Norms for the noise scale are in the optimizer's units (multiplied by its preconditioner); norms
+    for the variance are not. Without a preconditioner, the two are equal and computed only once.
 
     Attributes:
         noise, meter: Tracker and meter that receive the statistics.
-        norms_size: Number of local norms that are sent with reductions.
-        due: Whether anything is measured in this step.
-        added_up: Whether the unit's workers have added up their measurements of this step.
-        examples: Meter for the gradients of single samples, on a lone rank with one gradient per step; None if not
-            used.
+        norms_size: Number of local norms sent with reductions.
+        due: Whether anything is being measured in this step.
+        added_up: Whether the unit's workers have added up their measurements for this step.
+        examples: Meter for single samples' gradients, on a lone rank with one gradient per step; None if not used.
     """
 
     def __init__(self, noise: NoiseTracker, meter: GradientMeter) -> None:
@@ -58,16 +56,16 @@ class GradientStatistics:
         self.noise.rebuilt(groups, self.meter.monitor.noise_every)
 
     def enter_group(self) -> None:
-        """Enter a group, and discard the results that the meter has from the previous group."""
+        """Enter a group, and discard the meter's results from the previous group."""
         self.meter.enter_group()
 
     def invalidate(self) -> None:
-        """Discard uncommitted statistics, because the group or the batch changes, or an update is skipped."""
+        """Discard uncommitted statistics, because the group or the batch is changing, or an update is skipped."""
         self.noise.invalidate()
         self.meter.invalidate()
 
     def measures(self, workers: Sequence[WorkerMeasures]) -> StepMeasures:
-        """Return all known statistics of the model, together with ``workers``, the measurements of each worker."""
+        """Return all known statistics of the model, including ``workers``, the measurements from each worker."""
         known = self.meter.known
         return StepMeasures(
             noise=self.noise.value,
@@ -81,13 +79,13 @@ class GradientStatistics:
 
     @property
     def mean_size(self) -> int:
-        """Number of norms of the mean gradient that each rank sends if ranks hold different parts of this gradient."""
+        """Number of norms each rank sends for the mean gradient if ranks hold different parts of it."""
         monitor = self.meter.monitor
         return self._groups * (1 if monitor.variance_every is None and monitor.norms_every is None else 2)
 
     @property
     def shared_size(self) -> int:
-        """Number of rank 0's values that are sent to all ranks."""
+        """Number of rank 0's values sent to all ranks."""
         return self.noise.shared_size + self.meter.shared_size(self._groups)
 
     def shared_values(self) -> list[float]:
@@ -96,7 +94,7 @@ class GradientStatistics:
         return [*values, *self.meter.shared_values()] if self.meter.on else values
 
     def set_shared(self, values: list[float], *, first: bool) -> None:
-        """Store rank 0's measurements, which all ranks have received; ``first`` is True on rank 0."""
+        """Store rank 0's measurements after all ranks have received them; ``first`` is True on rank 0."""
         noise = self.noise.shared_size
         self.noise.set_shared(values[:noise])
         if len(values) > noise:
@@ -107,13 +105,13 @@ class GradientStatistics:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def start_step(self, step: LoaderStep, steps: int, *, replicas: int, exact: bool, spacing: int) -> None:
-        """Start a step, and decide what is measured in it.
+        """Start a step, and decide which statistics to measure in it.
 
         Args:
             steps: Number of committed steps.
             replicas: Number of ranks whose gradients are summed.
-            exact: Whether gradients are sent in a format from which statistics can be computed.
-            spacing: Number of steps from one step with that format to the next.
+            exact: Whether gradients are sent in a format that allows computing statistics.
+            spacing: Number of steps from one step with such a format to the next.
         """
         self._replicas, self._initial_batch_size = replicas, step.init_batch_size
         gradients = replicas * step.micro_steps
@@ -135,18 +133,18 @@ class GradientStatistics:
         return self.examples is not None and self.examples.on
 
     def part(self) -> list[float]:
-        """Return the measurements of this worker's part of the model, for :meth:`combine_parts`."""
+        """Return the measurements for this worker's part of the model, for :meth:`combine_parts`."""
         return [*self.noise.part(), *(self.meter.part() if self.meter.on else ())]
 
     def combine_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Combine ``parts``, the results of :meth:`part` on each worker, into measurements of the whole model."""
+        """Combine ``parts``, the results of :meth:`part` from each worker, into measurements for the entire model."""
         size = self.noise.shared_size
         self.noise.combine_parts([part[:size] for part in parts])
         if self.meter.on:
             self.meter.combine_parts([part[size:] for part in parts])
 
     def drop_parts(self) -> None:
-        """Drop the latest measurements, because the workers that share a replica have not all measured the same."""
+        """Drop the latest measurements, because workers that share a replica have measured different things."""
         self.noise.drop()
         self.meter.invalidate()
 
@@ -155,15 +153,15 @@ class GradientStatistics:
         self._local = [[] for _ in range(self.norms_size)]
 
     def carry(self) -> None:
-        """Keep the norms of this micro-step, so that later micro-steps add to them."""
+        """Keep this micro-step's norms, so that later micro-steps add to them."""
         self._carried = self.local_norms()
 
     def scale_carried(self, factor: float) -> None:
-        """Multiply the norms of earlier micro-steps by ``factor``, because other weights were assumed for them."""
+        """Multiply earlier micro-steps' norms by ``factor``, because they were computed with different weights."""
         self._carried = [norm * factor for norm in self._carried]
 
     def add(self, bucket: MeasuredGradient, weight: float) -> None:
-        """Add the norms of a bucket, which holds this rank's gradient times ``weight``, its share of the samples."""
+        """Add the norms for a bucket that holds this rank's gradient times ``weight``, its share of the samples."""
         if not weight:
             return
         norm = None
@@ -185,8 +183,8 @@ class GradientStatistics:
 
         Args:
             buckets: Buckets that hold the mean gradient.
-            first: Whether this is rank 0, which normally measures for all ranks.
-            everywhere: Whether some buckets hold only a part of the mean, so that all ranks must measure.
+            first: Whether this is rank 0, which normally measures on behalf of all ranks.
+            everywhere: Whether some buckets hold only part of the mean, so that all ranks must measure.
         """
         self._first = first
         self._preconditioned = self.in_units and self.noise.preconditions(buckets)
@@ -214,7 +212,7 @@ class GradientStatistics:
     def own_part_of_mean(self, buckets: Sequence[MeasuredGradient]) -> list[float]:
         """Return the norms of this rank's part of the mean gradient, to be summed for :meth:`set_mean`.
 
-        Returns :attr:`mean_size` numbers, which are zero where nothing is measured.
+        Returns :attr:`mean_size` numbers, with zeros for anything not measured.
         """
         self._preconditioned = self.in_units and self.noise.preconditions(buckets)
         found = [0.0] * self._groups
@@ -227,7 +225,7 @@ class GradientStatistics:
         return found + found
 
     def set_mean(self, sums: Sequence[float], *, first: bool) -> None:
-        """Store the norms of the mean gradient, summed over all ranks; ``first`` is True on rank 0."""
+        """Store the mean gradient's norms, summed over all ranks; ``first`` is True on rank 0."""
         self._first, groups = first, self._groups
         self._mean = list(sums[:groups]) if self.in_units else None
         self._plain_mean = list(sums[-groups:]) if self._variance_due or self.wants_norms else None
@@ -239,9 +237,8 @@ class GradientStatistics:
 
         Args:
             norms: Results of :meth:`local_norms`, summed over all ranks.
-            grad_scale: AMP's loss scale, by which gradients are still multiplied.
-            goes_on: Whether this pass added the gradient of another loss to the reduced gradient of the previous
-                pass.
+            grad_scale: AMP's loss scale, which gradients are still multiplied by.
+            goes_on: Whether this pass added another loss's gradient to the previous pass's reduced gradient.
         """
         groups, squared = self._groups, grad_scale * grad_scale
         gradients = sum(1 for row in step.sizes for size in row if size)
@@ -271,16 +268,16 @@ class GradientStatistics:
             self.meter.set_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])
 
     def measure_in(self, examples: ExampleNorms | None) -> None:
-        """Set the meter for gradients of single samples; None stops these measurements."""
+        """Set the meter for single samples' gradients; None stops these measurements."""
         if self.examples is not None:
             self.examples.stop()
         self.examples = examples
 
     def collect_examples(self, step: LoaderStep, grad_scale: float) -> bool:
-        """Record the norms measured in the layers during the backward pass; return False if they cover too little.
+        """Record the norms measured in the layers during the backward pass; return False if they cover too few.
 
-        Parameters of other layers are assumed to behave like the measured ones of their group, or else of the whole
-        model.
+        Parameters in other layers are assumed to behave like the measured parameters in their group or, without any, in
+        the entire model.
         """
         assert self.examples is not None, "it measures"
         preconditioned = self.examples.preconditioned
@@ -302,17 +299,17 @@ class GradientStatistics:
         return True
 
     def drop_examples(self) -> None:
-        """Drop the layers' measurements, because another backward pass adds to the gradient."""
+        """Drop the layers' measurements, because another backward pass is adding to the gradient."""
         assert self.examples is not None, "it measured"
         self.examples.stop()
         self.noise.drop()
 
     def _norms_of_mean(self, buckets: Sequence[MeasuredGradient], *, preconditioned: bool) -> list[float]:
-        """Return squared norms of the buckets' contents, by parameter group."""
+        """Return the squared norms of the buckets' contents, by parameter group."""
         return self._whole(read(self._squared_norms(buckets, preconditioned)), None)
 
     def _squared_norms(self, buckets: Sequence[MeasuredGradient], preconditioned: bool) -> list[Number]:
-        """Return the squared norms of buckets that hold the whole mean, then of buckets that hold a part of it."""
+        """Return the squared norms of buckets that hold the entire mean, then of buckets that hold part of it."""
         found: list[list[Number]] = [[] for _ in range(2 * self._groups)]
         for bucket in buckets:
             preconditioner = self.noise.preconditioner(bucket) if preconditioned else None
@@ -321,7 +318,7 @@ class GradientStatistics:
         return [added(each) for each in found]
 
     def _whole(self, known: Sequence[float], add_up: _AddUp | None) -> list[float]:
-        """Return the norms of the whole mean: whole sums plus the parts that `add_up` sums over ranks."""
+        """Return the norms of the entire mean: full sums plus the parts that `add_up` sums over ranks."""
         groups = self._groups
         parts = add_up(known[groups:]) if add_up is not None else known[groups:]
         return [each + part for each, part in zip(known[:groups], parts, strict=True)]
@@ -329,7 +326,7 @@ class GradientStatistics:
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
     def applied(self) -> None:
-        """Commit the statistics of the latest backward pass, because the optimizer is about to apply its gradients."""
+        """Commit the latest backward pass's statistics, because the optimizer is about to apply its gradients."""
         self.noise.applied()
         if self.meter.on:
             self.meter.applied(self._replicas)

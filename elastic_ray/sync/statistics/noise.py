@@ -25,7 +25,7 @@ _EVERY = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pending:
-    """Estimates from a backward pass, which count once the optimizer has applied its gradients."""
+    """Estimates from a backward pass that will count once the optimizer has applied its gradients."""
 
     estimates: tuple[NoiseScale, ...]  # raw noise scale of each group
     step: LoaderStep
@@ -34,11 +34,11 @@ class _Pending:
 
 
 class StatesSource(Protocol):
-    """Protocol of a view of an optimizer's ``param_groups`` and ``state``, from which statistics are computed."""
+    """Protocol for a view of an optimizer's ``param_groups`` and ``state``, used to compute statistics."""
 
     @property
     def idle(self) -> bool:
-        """True if the optimizer itself holds the whole state."""
+        """True if the optimizer itself holds the full state."""
 
     @property
     def state(self) -> Mapping[Any, Any]:
@@ -50,31 +50,31 @@ class StatesSource(Protocol):
 
     @property
     def outdated(self) -> bool:
-        """True if nothing can be measured until missing state is gathered; equal on all ranks."""
+        """True if nothing can be measured until missing state is gathered; the same on all ranks."""
 
 
 class NoiseTracker:
     """Tracker of the gradient noise scale of each parameter group, smoothed over steps.
 
-    Rank 0 measures, and its results are sent with the next gradient reduction. One step later, all ranks therefore
-    scale their learning rates by exactly the same numbers. Steps that the optimizer does not apply (because AMP found
-    an overflow) do not count.
+    Rank 0 makes the measurements, and its results are sent with the next gradient reduction. One step later, all ranks
+    can therefore scale their learning rates by exactly the same numbers. Steps not applied by the optimizer (because
+    AMP found an overflow) do not count.
 
     Args:
-        optimizer: Optimizer whose state preconditions gradients, if it is Adam-like.
+        optimizer: Optimizer with the state that preconditions gradients, if it is Adam-like.
         groups: Number of parameter groups.
         optimizers: Number of the model's optimizers.
 
     Attributes:
-        shared_size: Number of values that :meth:`shared_values` returns.
+        shared_size: Number of values returned from :meth:`shared_values`.
         progress: Scale-invariant progress, in steps at the initial batch.
-        held_factors: Factors of the latest step's learning rates, per optimizer and parameter group; empty if they do
-            not depend on the noise.
+        held_factors: Factors of the latest step's learning rates, per optimizer and parameter group; empty if the rates
+            do not depend on the noise.
         adam_steps: For each optimizer whose moments depend on the batch: number of steps, their equivalent at the
             initial batch by beta2, noise in the second moments (see ``remembered``), and the equivalent by beta1.
         adam_like: Whether the optimizer is Adam-like; None before its state shows this.
-        counted_elsewhere: Names of parameters that other workers of the unit count; None before they are known.
-        looks: Whether more such names may be found, because some parameters have had no gradient yet.
+        counted_elsewhere: Names of parameters counted by other workers in the unit; None before they are known.
+        looks: Whether more such names may be found because some parameters have not had a gradient yet.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: int, optimizers: int = 1) -> None:
@@ -103,15 +103,15 @@ class NoiseTracker:
 
     @property
     def signal(self) -> NoiseSignal:
-        """Strength of the gradient signal relative to its noise; on ranks other than 0, the value is out of date."""
+        """Strength of the gradient signal relative to its noise; the value is out of date on ranks other than 0."""
         return self._smoothed.signal
 
     def measures(self, step: int, gradients: int, *, halved: bool) -> bool:
-        """True if this step's statistics are measured.
+        """True if this step's statistics should be measured.
 
         Args:
             step: Number of committed steps.
-            gradients: Number of gradients in the step (replicas x micro-batches), of which at least 2 are needed.
+            gradients: Number of gradients in the step (replicas x micro-batches); at least 2 are needed.
             halved: Whether the step was split in half for the measurement.
         """
         self._step = step
@@ -121,20 +121,20 @@ class NoiseTracker:
         return due and gradients > 1 and self.measures_at(step)
 
     def measures_at(self, step: int) -> bool:
-        """True if gradients of single samples can be measured after ``step`` committed steps."""
+        """True if single samples' gradients can be measured after ``step`` committed steps."""
         self._step = step
         if self.adam_like is None:
             self.learn_kind()
         return self.source is None or self.source.idle or not self.source.outdated
 
     def learn_kind(self) -> None:
-        """Determine whether the optimizer is Adam-like, once its state shows this."""
+        """Determine whether the optimizer is Adam-like once its state shows this."""
         source = self.source
         if self._optimizer.state if source is None or source.idle else source.state:
             self.adam_like = is_adam_like(self._optimizer) if source is None else source.adam_like
 
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
-        """Return the factors by which the optimizer multiplies the bucket's gradients; None if it is not Adam-like."""
+        """Return the factors that the optimizer multiplies the bucket's gradients by; None if it is not Adam-like."""
         if not self.adam_like:
             return None
         source: Any = self.source or self._optimizer
@@ -156,12 +156,12 @@ class NoiseTracker:
         """Estimate the noise of each parameter group from several gradients; see ``noise_scale.estimate``.
 
         Args:
-            mean_sq_norms: Means of the squared norms of all gradients, weighted by samples.
+            mean_sq_norms: Mean squared norms over all gradients, weighted by samples.
             sq_norms_of_mean: Squared norms of the weighted mean gradient.
             gradients: Number of gradients, at least 2.
             preconditioned: Whether norms are multiplied by the optimizer's preconditioner.
-            goes_on: Whether this pass added the gradient of another loss to the reduced gradient of the previous
-                pass. In that case the gradients only contain this loss's noise.
+            goes_on: Whether this pass added another loss's gradient to the previous pass's reduced gradient. In that
+                case, the gradients contain only this loss's noise.
         """
         before, self._pending = self._pending, None
         estimates = estimate_groups(
@@ -185,7 +185,7 @@ class NoiseTracker:
         return [1.0, float(pending.preconditioned), *values]
 
     def combine_parts(self, parts: Sequence[Sequence[float]]) -> None:
-        """Sum ``parts``, the results of :meth:`part` on the unit's workers; drop the estimates if a part is missing."""
+        """Sum ``parts``, the results of :meth:`part` on the unit's workers; drop the estimates if any is missing."""
         if self._pending is None or any(part[:2] != parts[0][:2] or not part[0] for part in parts):
             self._pending = None
             return
@@ -194,14 +194,14 @@ class NoiseTracker:
         self._pending = dataclasses.replace(self._pending, estimates=estimates)
 
     def drop(self) -> None:
-        """Drop the estimates of the latest backward pass."""
+        """Drop the latest backward pass's estimates."""
         self._pending = None
 
     def leave_out(self, counted_elsewhere: list[str], *, looks: bool) -> None:
-        """Exclude parameters that other workers of the unit (workers that share a replica) count.
+        """Exclude parameters counted by other workers in the unit (workers that share a replica).
 
         Args:
-            looks: Whether there may be more such parameters.
+            looks: Whether more such parameters may be found later.
         """
         if counted_elsewhere != self.counted_elsewhere:
             self.counted_elsewhere, self._left_out_at = counted_elsewhere, self._step
@@ -209,15 +209,15 @@ class NoiseTracker:
 
     @property
     def again(self) -> bool:
-        """True if this step must be measured again, because the previous one counted some parameters twice."""
+        """True if this step must be measured again, because the previous step counted some parameters twice."""
         return self._left_out_at == self._step - 1
 
     def preconditions(self, buckets: Sequence[MeasuredGradient]) -> bool:
-        """True if the norms of these buckets are multiplied by the optimizer's preconditioner."""
+        """True if these buckets' norms are multiplied by the optimizer's preconditioner."""
         return bool(self.adam_like) and any(self.preconditioner(bucket) is not None for bucket in buckets)
 
     def applied(self) -> None:
-        """Add the latest pass's estimates to the averages, because its gradients were applied."""
+        """Add the latest pass's estimates to the averages, because its gradients have been applied."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -232,7 +232,7 @@ class NoiseTracker:
             self.by_group, self.value = self._smoothed.groups(self._scale), self._smoothed.whole(self._scale)
 
     def shared_values(self) -> list[float]:
-        """Return rank 0's noise scale as numbers: signal and noise of each group and of the model; 0 if unknown."""
+        """Return rank 0's noise scale as numbers: signal and noise for each group and the model; 0 if unknown."""
         if self._sent is None or self._sent[0] is not self._smoothed:
             known = [*(self._smoothed.groups(self._scale) or (None,) * self.groups), self._smoothed.whole(self._scale)]
             values = [value for noise in known for value in ((noise.sqr, noise.var) if noise else (0.0, 0.0))]
@@ -240,7 +240,7 @@ class NoiseTracker:
         return self._sent[1]
 
     def set_shared(self, values: list[float]) -> None:
-        """Store rank 0's noise scale, given as its :meth:`shared_values`, which all ranks have received."""
+        """Store rank 0's noise scale, given as its :meth:`shared_values`, after all ranks have received them."""
         if values == self._received:
             return
         self._received = values
@@ -253,7 +253,7 @@ class NoiseTracker:
         self.progress += 1.0 if scale == 1.0 else step_gain(scale, noise)
 
     def invalidate(self) -> None:
-        """Discard preconditioners when the group or the batch changes, so that all ranks recompute them together."""
+        """Discard preconditioners when the group or the batch changes, so that all ranks recompute them at once."""
         self._pending = None
         self._received = []
         for preconditioner in self._preconditioners.values():
@@ -263,7 +263,7 @@ class NoiseTracker:
         """Reset the tracker for new buckets.
 
         Args:
-            groups: Number of parameter groups; if it has changed, estimates start afresh.
+            groups: Number of parameter groups; if it has changed, estimates are started over.
             every: Number of steps from one measurement to the next; None lets the tracker choose.
         """
         self._preconditioners = {}
@@ -291,7 +291,7 @@ class NoiseTracker:
         }
 
     def restore(self, tree: Any) -> None:
-        """Restore a state returned by :meth:`capture`; preconditioners are recomputed."""
+        """Restore a state returned from :meth:`capture`; preconditioners are recomputed."""
         self._smoothed, self._scale = SmoothedNoise.from_dict(tree["smoothed"]), tree["scale"]
         *groups, self.value = (None if v is None else NoiseScale(sqr=v[0], var=v[1]) for v in tree["shared"])
         self.by_group = tuple(groups)
@@ -307,8 +307,8 @@ class NoiseTracker:
 
 
 def _added(first: Sequence[NoiseScale], second: Sequence[NoiseScale], scale: float) -> tuple[NoiseScale, ...]:
-    """Return the noise of a sum of two losses; ``second`` measured the sum's mean and the second loss's noise.
+    """Return the noise for a sum of two losses; ``second`` measured the sum's mean and the second loss's noise.
 
-    Their noises are assumed independent: var = var1 + var2, and sqr2 still contains var1 / scale of the first's noise.
+    Their noise is assumed to be independent: var = var1 + var2, and sqr2 still contains var1 / scale from the first.
     """
     return tuple(NoiseScale(sqr=b.sqr - a.var / scale, var=a.var + b.var) for a, b in zip(first, second, strict=True))

@@ -1,7 +1,7 @@
 """Gradient noise scale: how much of a gradient is signal, and how much is sampling noise.
 
-For a loss with true gradient G and per-sample covariance Sigma, a gradient g averaged over B samples has
-E ||g||^2 = ||G||^2 + tr(Sigma) / B (McCandlish et al. 2018, appendix A.1). With M0 the initial batch,
+For a loss with true gradient G and per-sample covariance Sigma, a gradient g averaged over B samples has E ||g||^2 =
+||G||^2 + tr(Sigma) / B (McCandlish et al. 2018, appendix A.1). With the initial batch M0,
 
     sqr = ||G||^2                the signal
     var = tr(Sigma) / M0         the noise of a gradient at the initial batch
@@ -40,19 +40,19 @@ _LARGEST_JUMP = 16.0  # of an estimate over the gradient's size before it
 
 
 def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale: float) -> NoiseScale:
-    """Return an estimate of signal and noise from K gradients that were averaged, weighted by their samples.
+    """Return an estimate of signal and noise from K gradients, averaged with weights given by their samples.
 
-    Gradient i is the mean over n_i of N samples, w_i = n_i / N, and the mean of all is a gradient at batch N =
-    ``scale`` x M0 (equal sizes: w_i = 1 / K):
+    Gradient i is the mean over n_i of N samples, w_i = n_i / N, and their mean is a gradient at batch N = ``scale`` x
+    M0 (equal sizes: w_i = 1 / K):
 
         a = sum w_i ||g_i||^2                b = ||sum w_i g_i||^2
 
         sqr = (K b - a) / (K - 1)            var = (a - b) scale / (K - 1)
 
-    Both are unbiased, for equal and unequal sizes alike, because Cov g_i = Sigma / n_i: E a = ||G||^2 + K tr(Sigma) /
+    Both are unbiased, for both equal and unequal sizes, because Cov g_i = Sigma / n_i: E a = ||G||^2 + K tr(Sigma) /
     (scale M0) and E b = ||G||^2 + tr(Sigma) / (scale M0). With ``scale`` = N, ``var`` is tr(Sigma) itself. Single
-    estimates scatter widely, and ``sqr`` is often **negative** if noise dominates (``var`` only due to rounding).
-    Smooth them with ``SmoothedNoise`` before use.
+    estimates vary widely, and ``sqr`` is often **negative** if noise dominates (``var`` only due to rounding). Smooth
+    them with ``SmoothedNoise`` before use.
 
     Args:
         samples: K, replicas x micro-batches; at least 2.
@@ -89,10 +89,11 @@ def estimate_groups(
     """Return an estimate for each parameter group; None if a norm is not finite, because the step overflowed.
 
     Samples drawn without replacement from N are correlated: E <g_i, g_j> = ||G||^2 - tr(Sigma) / N for the gradient G
-    of all N, with Sigma their unbiased covariance. The estimates are corrected for this correlation.
+    over all N, with Sigma their unbiased covariance. The estimates are corrected for this correlation.
 
     Args:
-        mean_sq_norms, sq_norms_of_mean, samples, scale: As in ``estimate``; the first two have one value per group.
+        mean_sq_norms, sq_norms_of_mean, samples, scale: Same as in ``estimate``; the first two have one value per
+            group.
         share_of_all: M0 / N, the initial batch as a fraction of an epoch; 0 if samples come from an endless stream.
     """
     if not all(map(math.isfinite, (*mean_sq_norms, *sq_norms_of_mean))):
@@ -109,15 +110,15 @@ class SmoothedNoise:
     """Moving averages of ``sqr`` and ``var`` per parameter group, as plain numbers to send between processes.
 
     An update after n steps at scale S decays the previous averages by theta = exp(-n S / w), so that the window is
-    measured in samples and not in steps (AdaptDL: theta = 0.999^S). The window w is a quarter of the samples seen so
-    far, from 16 up to ``window`` steps at the initial batch. The erratic gradients of the first steps are thus soon
-    forgotten, and later averages are long. Once there are eight estimates, no single one has a weight above
+    measured in samples rather than steps (AdaptDL: theta = 0.999^S). The window w is a quarter of the samples seen so
+    far, from 16 up to ``window`` steps at the initial batch. The erratic gradients of the first steps are therefore
+    soon discounted, and later averages are long. Once there are eight estimates, none of them has a weight above
     ``LEAST_FRESH``. Weights decay in the same way, so that average = decayed sum / decayed weight has no bias towards
     0.
 
     Each estimate is divided by the gradient's size E ||g||^2 at the initial batch at that time (known from earlier
-    estimates, so that the two are independent). Gradients shrink by orders of magnitude as a model learns; otherwise
-    the old, large ones would dominate the noise for a long time.
+    estimates, so that the two are independent). Gradients shrink by orders of magnitude as a model learns; without
+    this, old, large gradients would dominate the noise for a long time.
 
     The standard error of the average of ``sqr`` is computed from the scatter of the estimates: with weights w_i and n =
     (sum w_i)^2 / sum w_i^2, its square is sum w_i^2 (x_i - x)^2 / (sum w_i)^2 x n / (n - 1).
@@ -147,7 +148,7 @@ class SmoothedNoise:
     def update(
         self, sqr: float | Sequence[float], var: float | Sequence[float], scale: float, *, steps: float = 1.0
     ) -> SmoothedNoise:
-        """Return the averages with one more raw estimate; self if the estimate is not finite, or all zero.
+        """Return the averages with one more raw estimate; self if the estimate is not finite or is all zero.
 
         Args:
             sqr: Raw signal, one value per parameter group (or one float for a single group); may be negative.
@@ -191,7 +192,7 @@ class SmoothedNoise:
         )
 
     def add(self, estimates: Sequence[NoiseScale] | None, scale: float, *, steps: float = 1.0) -> SmoothedNoise:
-        """Return the averages with an estimate per parameter group added, as by :meth:`update`; self if it is None."""
+        """Return the averages with an estimate added for each parameter group, as in :meth:`update`; self if None."""
         if estimates is None:
             return self
         return self.update([group.sqr for group in estimates], [group.var for group in estimates], scale, steps=steps)
@@ -203,19 +204,19 @@ class SmoothedNoise:
 
     @property
     def has_signal(self) -> bool:
-        """True if the whole model's signal exceeds its own standard error."""
+        """True if the model's overall signal exceeds its own standard error."""
         return self.updates >= LEAST_UPDATES and self._signal(len(self.sqr)) > self._error(len(self.sqr))
 
     def groups(self, scale: float = 1.0) -> tuple[NoiseScale, ...]:
-        """Return the noise scale of each parameter group, computed as in :meth:`whole`; empty before any update."""
+        """Return each parameter group's noise scale, computed as in :meth:`whole`; empty before any update."""
         most = self._most_noise(scale)
         return tuple(self._floored(place, each, most) for place, each in enumerate(self.var))
 
     def whole(self, scale: float = 1.0) -> NoiseScale | None:
-        """Return the noise scale of the whole model; None before the first update.
+        """Return the noise scale for the entire model; None before the first update.
 
         A signal below its own standard error is replaced by that error, because nothing smaller can be measured and a
-        signal of 0 would mean infinite noise. In this case the signal is also assumed to be at least var /
+        signal of 0 would mean infinite noise. In this case, the signal is also assumed to be at least var /
         sqrt(scale), so that the gain is at most the square root of the scale. Both values are at least ``TINY``.
 
         Args:
@@ -224,7 +225,7 @@ class SmoothedNoise:
         return self._floored(len(self.sqr), math.fsum(self.var), self._most_noise(scale)) if self.updates else None
 
     def _most_noise(self, scale: float) -> float:
-        """Return the largest ratio of noise to signal that is assumed."""
+        """Return the largest assumed ratio of noise to signal."""
         return math.sqrt(scale) if scale > 1.0 and not self.has_signal else math.inf
 
     def _floored(self, place: int, var_sum: float, most: float) -> NoiseScale:
@@ -238,7 +239,7 @@ class SmoothedNoise:
         return sums / self.weight
 
     def _error(self, place: int) -> float:
-        """Return the standard error of :meth:`_signal`; 0 while there are too few estimates."""
+        """Return the standard error of :meth:`_signal`; 0 as long as there are too few estimates."""
         count = self.weight**2 / self.squares if self.squares else 0.0
         if self.updates < LEAST_UPDATES or count <= 1.0:
             return 0.0

@@ -1,4 +1,4 @@
-"""Norm of the change that an optimizer step makes to the parameters (torch)."""
+"""Norm of the change made to the parameters in an optimizer step (torch)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def with_update_norms(
     *,
     whole: bool = True,
 ) -> tuple[Any, tuple[float, ...]]:
-    """Run an optimizer step, and measure ``||p_after - p_before||`` of each parameter group.
+    """Run an optimizer step, and measure ``||p_after - p_before||`` for each parameter group.
 
     For PyTorch's SGD, the norm is computed as rate x ||momentum|| or rate x ||gradient||, which is equal up to
     rounding. Any other optimizer requires a copy of the parameters.
@@ -27,9 +27,9 @@ def with_update_norms(
     Args:
         optimizer: Optimizer that is about to step, with its learning rates already set.
         groups: Trainable parameters of the optimizer, by parameter group.
-        whole: Whether this rank's optimizer holds the state of all its parameters.
+        whole: Whether this rank's optimizer holds the state for all of its parameters.
 
-    Returns the result of ``apply``, and the 2-norm of each group.
+    Returns the result of ``apply``, and the 2-norm for each group.
     """
     steps = [_GroupStep(optimizer, *each, whole=whole) for each in zip(optimizer.param_groups, groups, strict=True)]
     result = apply()
@@ -37,7 +37,7 @@ def with_update_norms(
 
 
 class _GroupStep:
-    """Measurement of one parameter group's part of a step that is about to be made."""
+    """Measurement of one parameter group's part of an upcoming step."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class _GroupStep:
         return _norm(self._before)
 
     def _steps(self) -> list[torch.Tensor]:
-        """Return the tensors that SGD has multiplied by the learning rate."""
+        """Return the tensors multiplied by the learning rate in SGD."""
         stepped = [p for p in self._params if p.grad is not None]
         if self._options["momentum"]:
             return [local(self._optimizer.state[p]["momentum_buffer"]) for p in stepped]
@@ -68,7 +68,7 @@ class _GroupStep:
 
 
 def _tells(optimizer: torch.optim.Optimizer, options: dict[str, Any], params: Sequence[torch.nn.Parameter]) -> bool:
-    """True if the change of this group's parameters can be computed from the optimizer's state after the step."""
+    """True if the change in this group's parameters can be computed from the optimizer's state after the step."""
     if type(optimizer) is not torch.optim.SGD or options.get("fused") or options["nesterov"]:
         return False
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -79,5 +79,5 @@ def _tells(optimizer: torch.optim.Optimizer, options: dict[str, Any], params: Se
 
 
 def _norm(tensors: list[torch.Tensor]) -> float:
-    """Return the 2-norm of all tensors together."""
+    """Return the combined 2-norm of all tensors."""
     return math.hypot(*read(torch._foreach_norm(tensors))) if tensors else 0.0

@@ -1,1 +1,1 @@
-"""Current strategy of a model in training, and the switch to another strategy (torch)."""
+"""Current strategy of a model during training, and the switch to another strategy (torch)."""

@@ -1,11 +1,10 @@
 """Current strategy of one model, and its replacement on request or by ``Auto``.
 
-A new strategy takes effect between two steps, when buckets are laid out again. The tuner that chooses strategies
-is replaced at the same time. Until then, all ranks do what they have agreed on, even if one of them has requested
-something else.
+A new strategy takes effect between two steps, when buckets are laid out again. The tuner that chooses strategies is
+replaced at the same time. Until then, all ranks keep the agreed strategy, even if one of them has requested another.
 
-``elastic_ray.sync.choosing`` makes the decisions of ``Auto``. Steps are measured right after their gradients have
-been reduced, when all ranks are in the same step and nothing else uses the gradient group.
+``elastic_ray.sync.choosing`` makes the decisions of ``Auto``. Steps are measured right after their gradients have been
+reduced, when all ranks are in the same step and the gradient group is not used for anything else.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ _HEARING_S = 10.0  # a race waits for so long for what earlier jobs have found
 
 
 class StrategyTuner:
-    """Tuner that chooses a strategy for ``Auto`` during training, by a race between candidates.
+    """Tuner that chooses a strategy for ``Auto`` during training through a race between candidates.
 
-    The tuner's state is equal on all ranks, and is sent to joining ranks.
+    The tuner's state is the same on all ranks, and is sent to joining ranks.
     """
 
     def __init__(self, context: Run, auto: Auto, model: StrategyInForce, strategy: Strategy, number: int) -> None:
@@ -58,17 +57,17 @@ class StrategyTuner:
 
     @property
     def strategy(self) -> Strategy:
-        """Strategy that applies from the next step on: the race's current candidate or winner."""
+        """Strategy used from the next step on: the race's current candidate or winner."""
         return self.choice.strategy
 
     @property
     def agenda(self) -> str:
-        """Settings of the measurements as text, which must be equal on all ranks."""
+        """Measurement settings as text, which must be the same on all ranks."""
         return repr(self._auto)
 
     @property
     def found(self) -> dict[str, FoundStrategy]:
-        """Winners of races, for other jobs of the same model; keyed by model number and placement of ranks on nodes."""
+        """Race winners, for other jobs with the same model; keyed by model number and placement of ranks on nodes."""
         choices = {**self._known, self._form: self.choice}
         return {
             f"{self._number} {form}": FoundStrategy(name=choice.strategy.name, step_s=measured[choice.strategy.name])
@@ -77,7 +76,7 @@ class StrategyTuner:
         }
 
     def notify(self, table: Callable[[], str]) -> None:
-        """Report a chosen strategy to the job's user once it is in use, with the text that ``table`` returns."""
+        """Report a chosen strategy to the job's user once it is in use, with the text returned from ``table``."""
         choice = self.choice
         if choice is self._looked_at or not choice.settled or self._model.plan.strategy != choice.strategy:
             return
@@ -98,7 +97,7 @@ class StrategyTuner:
         self._context.notify("strategy", f"strategy for {workers} workers: {choice.reason}", detail)
 
     def reduced(self) -> None:
-        """Record that a backward pass has been reduced; only the first pass of a step is measured."""
+        """Record that a backward pass has been reduced; only the first pass in a step is measured."""
         step, ledger = self._context.ledger.step, self._context.ledger
         if step is None or step is self._step:
             return
@@ -116,7 +115,7 @@ class StrategyTuner:
         self._since_s = time.perf_counter()
 
     def _agree(self, step_s: float) -> Measured:
-        """Return the slowest rank's time, the most rows, and rank 0's known strategy; 0 s means not measured."""
+        """Return the slowest rank's time, the most rows, and rank 0's known strategy; 0 s means it was not measured."""
         touched = self._model.touched
         own = [*self._known_strategy(), round(step_s * 1e9), *touched.values()]
         rows = self._context.group.communicator.gather_ints(own, with_gradients=True)
@@ -130,7 +129,7 @@ class StrategyTuner:
         )
 
     def _known_strategy(self) -> tuple[int, int]:
-        """Return a digest of the strategy that earlier jobs found fastest, and its step time [ns]; 0 if unknown."""
+        """Return a digest of the strategy found fastest in earlier jobs, and its step time [ns]; 0 if unknown."""
         heard = self._context.membership.known_strategies
         if heard is None and time.monotonic() - self._entered_s < _HEARING_S:
             return UNHEARD, 0
@@ -143,7 +142,7 @@ class StrategyTuner:
         return consider(profile, self._model.topology, present, exact=auto.exact, most=most, works=works)
 
     def enter_group(self) -> None:
-        """Enter a group: reuse the strategy chosen earlier for this distribution over nodes, or start to measure."""
+        """Enter a group: reuse the strategy chosen earlier for this distribution over nodes, or start measuring."""
         self._since_s, self._step, self._entered_s = None, None, time.monotonic()
         form = self._form_of(self._model.topology)
         if form != self._form:
@@ -155,7 +154,7 @@ class StrategyTuner:
         self._before = self.choice
 
     def _form_of(self, topology: Topology) -> str:
-        """Return the backend and which ranks share nodes, regardless of the nodes' names; "" for a rank alone."""
+        """Return the backend and which ranks share nodes, regardless of node names; "" for a lone rank."""
         if topology.world_size == 1:
             return ""
         levels = [list(map(list(dict.fromkeys(each)).index, each)) for each in (topology.nodes, topology.domains)]
@@ -163,11 +162,11 @@ class StrategyTuner:
         return f"{self._context.group.communicator.backend} {size} {digest(levels):x}"
 
     def remember(self) -> None:
-        """Save the choice at the start of a step, so that it can be rolled back."""
+        """Save the choice at the start of a step so that it can be rolled back."""
         self._before = self.choice
 
     def roll_back(self) -> None:
-        """Restore the choice from before the lost step, and discard the step's measurements."""
+        """Restore the choice to its state before the lost step, and discard the step's measurements."""
         self.choice = self._before
         self._since_s, self._step = None, None
 
@@ -182,7 +181,7 @@ class StrategyTuner:
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Restore a state returned by :meth:`capture`."""
+        """Restore a state returned from :meth:`capture`."""
         self._auto, self._form = Auto(**tree["auto"]), tree["form"]
         self.choice = self._before = Choice.from_state(tree["choice"])
         self._known = {key: Choice.from_state(choice) for key, choice in tree["known"].items()}
@@ -194,7 +193,7 @@ _KEPT_TIMES = 31
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Asked:
-    """Requested strategy that takes effect with the next step, and its tuner."""
+    """Requested strategy that takes effect at the next step, and its tuner."""
 
     strategy: Strategy
     tuner: StrategyTuner | None
@@ -224,7 +223,7 @@ class StrategyInForce:
         self.own_key = _key(self.plan.strategy)  # see :attr:`key`
 
     def _tuner_for(self, builder: StrategyBuilder, strategy: Strategy) -> StrategyTuner | None:
-        """Return what chooses a strategy for ``"auto"``, or None for any other."""
+        """Return the tuner that chooses a strategy for ``"auto"``, or None for any other builder."""
         if not isinstance(builder, Auto):
             return None
         if self._context.unit is not None:
@@ -236,7 +235,7 @@ class StrategyInForce:
 
     @property
     def profile(self) -> ModelProfile:
-        """Profile of the model, as strategy builders expect it."""
+        """Profile of the model, in the form expected by strategy builders."""
         return self._model.profile
 
     @property
@@ -247,7 +246,7 @@ class StrategyInForce:
 
     @property
     def touched(self) -> Mapping[str, int]:
-        """Number of rows in this rank's latest gradient for each table whose rows are exchanged, keyed by name."""
+        """Number of rows in this rank's latest gradient for each table with exchanged rows, keyed by name."""
         return {name: bucket.touched for name, bucket in self._rows.items()}
 
     @property
@@ -257,14 +256,14 @@ class StrategyInForce:
 
     @property
     def label(self) -> str:
-        """Name of the current strategy, followed by ``", then "`` and the pending strategy's name, if there is one."""
+        """Name of the current strategy, followed by ``", then "`` and the pending strategy's name, if any."""
         asked = self.asked.strategy if self.asked is not None else self.wanted
         present = self.plan.strategy.label
         return present if asked is None else f"{present}, then {asked.label}"
 
     @property
     def asked_digest(self) -> int:
-        """Digest of the pending strategy, and of whether a tuner chose it; 0 if no switch is pending."""
+        """Digest of the pending strategy and whether a tuner chose it; 0 if no switch is pending."""
         asked = self.asked
         strategy = asked.strategy if asked is not None else self.wanted
         if strategy is None:
@@ -273,12 +272,12 @@ class StrategyInForce:
 
     @property
     def agenda(self) -> str:
-        """Settings of the tuner's measurements as text, equal on all ranks; empty if there is no tuner."""
+        """Settings for the tuner's measurements as text, the same on all ranks; empty without a tuner."""
         return self.tuner.agenda if self.tuner is not None else ""
 
     @property
     def key(self) -> str | None:
-        """Key under which step times are recorded; times with equal keys are comparable. None during a race.
+        """Key for recording step times; times with equal keys are comparable. None during a race.
 
         A chosen strategy has the prefix ``auto/``, because the choice may be different in another group.
         """
@@ -296,7 +295,7 @@ class StrategyInForce:
         return True
 
     def ask(self, given: object) -> None:
-        """Request another strategy from the next step on; all ranks must request the same one.
+        """Request another strategy from the next step on; all ranks must request the same strategy.
 
         ``Auto`` starts a race between strategies.
 
@@ -316,22 +315,22 @@ class StrategyInForce:
         self.asked = _Asked(strategy, tuner)
 
     def ask_topology(self, topology: str) -> None:
-        """Request another all-reduce topology for the strategy that was requested last, or else for the current one."""
+        """Request another all-reduce topology for the last requested strategy, or for the current one if none."""
         self.ask((self.asked.strategy if self.asked is not None else self.plan.strategy).with_topology(topology))
 
     def before_forward(self) -> None:
-        """Check for a new proposal of the tuner, which then becomes the pending strategy."""
+        """Check for a new proposal from the tuner, which then becomes the pending strategy."""
         if self.tuner is not None:
             self.tuner.notify(lambda: str(self.explain()))
             wanted = self.tuner.strategy
             self.wanted = wanted if wanted is not self.plan.strategy and wanted != self.plan.strategy else None
 
     def take(self, *, switch: bool = True, entering: bool = False) -> SyncPlan:
-        """Make the pending strategy's plan the current one, and return the plan for laying out buckets.
+        """Make the pending strategy's plan the current plan, and return the plan for laying out buckets.
 
         Args:
-            entering: Whether the current group has not started its first step.
-            switch: Whether another strategy may take effect now; if not, the request stays pending.
+            entering: Whether the current group has not started its first step yet.
+            switch: Whether another strategy may take effect now; otherwise, the request stays pending.
         """
         strategy = self.plan.strategy
         if switch:
@@ -363,7 +362,7 @@ class StrategyInForce:
         self._rows = {params[self.plan.buckets[at].params[0]].name: bucket for at, bucket in tables.items()}
 
     def enter_group(self) -> bool:
-        """Enter a group in which all ranks hold the same state; return True if buckets need a new layout."""
+        """Enter a group where all ranks hold the same state; return True if buckets need a new layout."""
         self.takes = 0
         if self.asked is not None and self.asked.tuner is not None:
             self.asked.tuner.enter_group()
@@ -373,14 +372,14 @@ class StrategyInForce:
         return self.pending or lower(self.plan.strategy, self.profile, self.topology).digest != self.digest
 
     def roll_back(self, asked: _Asked | None) -> None:
-        """Restore ``asked``, the request that was pending before the lost step; None if there was none."""
+        """Restore ``asked``, the request that was pending before the lost step; None if nothing was pending."""
         self.asked = asked
         if self.tuner is not None:
             self.tuner.roll_back()
             self.wanted = None
 
     def capture(self) -> dict[str, Any]:
-        """Return the state for joining ranks and checkpoints: the tuner's, and the strategy if not the initial one."""
+        """Return the state for joining ranks and checkpoints: the tuner's state, and the strategy if it has changed."""
         asked = self.asked
         strategy = asked.strategy if asked is not None else self.wanted or self.plan.strategy
         tuner = asked.tuner if asked is not None else self.tuner
@@ -392,7 +391,7 @@ class StrategyInForce:
     def restore(self, tree: Mapping[str, Any]) -> bool:
         """Restore a captured state; return True if buckets need a new layout.
 
-        The state is ignored if its run started with a different strategy.
+        The state is ignored if it is from a run that started with a different strategy.
         """
         if "given" in tree and tree["given"] != self._given.to_json():
             return False

@@ -1,1 +1,1 @@
-"""Embedding tables of which only the touched rows are exchanged, and not the whole gradient."""
+"""Embedding tables that exchange only their touched rows instead of the entire gradient."""

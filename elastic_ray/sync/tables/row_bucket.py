@@ -26,8 +26,8 @@ class RowBucket:
 
     Attributes:
         complete: Whether the backward pass has reached the table.
-        is_sparse: Whether ``.grad`` should be sparse; None if no rank has had a gradient in any micro-step yet.
-        touched: Number of rows in this rank's gradient when :meth:`put` was last called.
+        is_sparse: Whether ``.grad`` should be sparse; None if no rank has had a gradient in any micro-step so far.
+        touched: Number of rows in this rank's gradient at the last call of :meth:`put`.
     """
 
     sliced = False  # each rank receives the whole mean
@@ -49,7 +49,7 @@ class RowBucket:
         self._preconditioner: RowPreconditioner | None = None
 
     def start_pass(self, *, first: bool, reduces: bool, accumulates: bool) -> float:
-        """Start a backward pass, during which the table's gradient stays in its own memory."""
+        """Start a backward pass, leaving the table's gradient in its own memory during the pass."""
         self.complete, self._additions = True, 1
         if first:
             self.used, self.written, self.is_sparse = [], None, None
@@ -61,7 +61,7 @@ class RowBucket:
         """Do nothing: the table's gradient never moves into a buffer during the pass."""
 
     def add_again(self, param: torch.Tensor) -> None:
-        """Record that a nested backward pass adds to the gradient another time."""
+        """Record that a nested backward pass adds to the gradient again."""
         self._additions += 1
 
     def mark_incomplete(self) -> None:
@@ -69,7 +69,7 @@ class RowBucket:
         self.complete = False
 
     def carry(self) -> None:
-        """Start another micro-step, keeping the rows of earlier micro-steps for :meth:`carried_share`."""
+        """Start another micro-step, keeping earlier micro-steps' rows for :meth:`carried_share`."""
         self._carried = self._kept()
 
     @property
@@ -79,11 +79,11 @@ class RowBucket:
 
     @property
     def has_gradient(self) -> Sequence[bool]:
-        """List of one flag: whether the table had a gradient on this rank when the bucket was filled."""
+        """List with one flag: whether the table had a gradient on this rank when the bucket was filled."""
         return [self._has_gradient]
 
     def share(self, factor: float) -> Any:
-        """Return a copy of the held rows multiplied by ``factor``, to be added to the held rows with :meth:`add`."""
+        """Return a copy of the held rows multiplied by ``factor``, for adding to the held rows with :meth:`add`."""
         return self.held.scaled(factor)
 
     def carried_share(self, factor: float = 1.0) -> Any:
@@ -91,7 +91,7 @@ class RowBucket:
         return self._carried if self._carried is None or factor == 1.0 else self._carried.scaled(factor)
 
     def flat_gradient(self) -> torch.Tensor:
-        """Return the gradient of the whole table as one vector."""
+        """Return the gradient of the entire table as one vector."""
         return self.held.to_dense().reshape(-1)
 
     def add(self, share: Any) -> None:
@@ -99,20 +99,20 @@ class RowBucket:
         self.held = added_up([self.held, share])
 
     def add_vector(self, vector: torch.Tensor) -> None:
-        """Add the non-zero rows of a vector that covers the whole table."""
+        """Add the non-zero rows of a vector that covers the entire table."""
         self.add(rows_of_dense(vector.view(self.table.param.shape).to(self.held.values.dtype)))
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> RowPreconditioner | None:
-        """Return the factors by which the optimizer multiplies the table's gradients; None if they are 1."""
+        """Return the factors that the optimizer multiplies the table's gradients by; None if they are 1."""
         self._preconditioner = row_preconditioner(optimizer, self.table.param, self._preconditioner)
         return self._preconditioner
 
     def squared_norm(self, preconditioner: RowPreconditioner | None) -> torch.Tensor:
-        """Return the squared norm of the held rows after multiplication by the preconditioner."""
+        """Return the held rows' squared norm after multiplication by the preconditioner."""
         return self.held.squared_norm(preconditioner)
 
     def total(self) -> torch.Tensor:
-        """Return the sum of all elements of the held rows, in float32."""
+        """Return the sum of all elements in the held rows, in float32."""
         return self.held.values.sum().to(torch.float32)
 
     def is_finite(self) -> bool:
@@ -120,7 +120,7 @@ class RowBucket:
         return bool(self.held.values.isfinite().all())
 
     def own_is_finite(self) -> bool:
-        """True if this rank's gradients are finite, including the gradients of earlier micro-steps."""
+        """True if this rank's gradients are finite, including gradients from earlier micro-steps."""
         grad = self.table.param.grad
         tensors = [] if grad is None else [grad._values() if grad.is_sparse else grad]
         if self._carried is not None:
@@ -128,7 +128,7 @@ class RowBucket:
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def put(self, weight: float, *, sums: bool = False) -> None:
-        """Put the weighted rows of the gradient into the bucket, or no rows if there is no gradient.
+        """Put the gradient's weighted rows into the bucket, or no rows without a gradient.
 
         Raises RuntimeError if a hook has removed the gradient.
         """
@@ -161,7 +161,7 @@ class RowBucket:
         self.held, self._carried, self._flat = no_rows(self.table.param), None, None
 
     def record_used(self) -> None:
-        """Record whether the table had a gradient, for later micro-steps of the same step."""
+        """Record whether the table had a gradient, for later micro-steps in the same step."""
         self.used = [self._has_gradient or any(self.used)]
 
     def take(self, rows: TouchedRows, *, sparse: bool | None) -> None:
@@ -169,7 +169,7 @@ class RowBucket:
         self.held, self.is_sparse = rows, sparse
 
     def fill_flat(self) -> torch.Tensor:
-        """Return the gradient of the whole table in a buffer that can be reduced in place."""
+        """Return the gradient of the entire table in a buffer that can be reduced in place."""
         if self.held.ids is not None:
             flat = self._memory().zero_()
             flat.index_copy_(0, self.held.ids, self.held.values)
@@ -177,7 +177,7 @@ class RowBucket:
         return self.held.values
 
     def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
-        """Copy the held rows into ``.grad``, if any rank had a gradient for the table according to ``used``."""
+        """Copy the held rows into ``.grad`` if, according to ``used``, any rank had a gradient for the table."""
         param = self.table.param
         if param.grad is None and not any(used()):
             return
@@ -188,7 +188,7 @@ class RowBucket:
 
     @property
     def goes_on(self) -> bool:
-        """True if this pass has added to the gradient that an earlier pass had reduced, without zeroing in between."""
+        """True if this pass has added to a gradient already reduced by an earlier pass, without zeroing in between."""
         grad = self.table.param.grad
         if self.written is None or grad is None:
             return False
@@ -196,16 +196,16 @@ class RowBucket:
         return grad is written() and grad._version <= version + self._additions
 
     def replace_buffer(self) -> None:
-        """Drop the whole-table buffer, because an abandoned reduction may still write to it."""
+        """Drop the whole-table buffer, because an abandoned reduction may still be writing to it."""
         self.held = self._kept()
         self._flat = None
 
     def _kept(self) -> TouchedRows:
-        """Return the held rows in memory that nothing writes to."""
+        """Return the held rows in memory that is never written to."""
         return self.held if self.held.ids is not None else self.held.scaled(1.0)
 
     def _memory(self) -> torch.Tensor:
-        """Return reused memory for a whole table, because fresh memory costs a third of a reduction's time."""
+        """Return reused memory for an entire table, because fresh memory costs a third of a reduction's time."""
         if self._flat is None:
             self._flat = torch.empty_like(self.table.param.detach(), memory_format=torch.contiguous_format)
         return self._flat

@@ -1,10 +1,10 @@
 """Exchange of only the touched rows of a table: Parallax (EuroSys 2019) with collectives (torch).
 
-Each rank sends its number of rows. The rows are included if they fit into a buffer whose size all ranks derive
-from the previous step. Rows that do not fit are gathered in a second round, padded to the largest number on any
-rank. If there are too many rows for this to pay off, the whole table is all-reduced instead. For a sparse
-gradient, flags of touched rows are reduced too, because optimizers such as SparseAdam update every row that the
-gradient contains. Every rank sums the rows in rank order, which gives bit-identical results.
+Each rank sends its number of rows. The rows are included if they fit into a buffer, whose size all ranks derive from
+the previous step. Rows that do not fit are gathered in a second round, padded to the largest number on any rank. If
+there are too many rows for this to pay off, the entire table is all-reduced instead. For a sparse gradient, flags for
+touched rows are reduced too, because optimizers such as SparseAdam update every row in the gradient. Every rank sums
+the rows in rank order, which gives bit-identical results.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _HEAD_BYTES = 16  # the number of rows, and their layout
 class RowsOperation(BucketOperation):
     """Exchange of one table's touched rows; implements ``BucketOperation``.
 
-    The operation's only state is the buffer size for the next step, which depends on the row counts of all ranks in
-    this group's steps, and is reset in a new group.
+    The operation's only state is the buffer size for the next step. It depends on all ranks' row counts in this group's
+    steps, and is reset in a new group.
     """
 
     def __init__(self) -> None:
@@ -45,13 +45,13 @@ class RowsOperation(BucketOperation):
         self._sparse: bool | None = None
 
     def launch(self, bucket: RowBucket, group: GradientGroup) -> Sequence[Any]:
-        """Launch the gather of each rank's row count and layout, with the rows that fit into the buffer."""
+        """Launch the gather of each rank's row count and layout, along with the rows that fit into the buffer."""
         if self._group is None or self._group() is not group:
             self._group, self._room = weakref.ref(group), 0
         return self._gather(bucket, group, self._room)
 
     def next_round(self, bucket: RowBucket, group: GradientGroup, finished: int) -> Sequence[Any]:
-        """Launch the exchange of rows that did not fit, or of the whole table; once all have arrived, sum the rows."""
+        """Launch the exchange of rows that did not fit, or of the entire table; once all have arrived, sum the rows."""
         if finished == 1:
             return self._poll(bucket, group)
         if self._gathered is None:  # the whole table was reduced
@@ -63,7 +63,7 @@ class RowsOperation(BucketOperation):
         return ()
 
     def _poll(self, bucket: RowBucket, group: GradientGroup) -> Sequence[Any]:
-        """Decide the next round from the counts and layouts of all ranks; the decision is the same on all ranks."""
+        """Decide on the next round from all ranks' counts and layouts; the decision is the same on all ranks."""
         assert self._gathered is not None
         heads = self._gathered.view(group.world_size, -1)[:, :_HEAD_BYTES].contiguous().view(torch.int64).tolist()
         self._counts = [count for count, _ in heads]
@@ -109,22 +109,22 @@ class RowsOperation(BucketOperation):
         self._gathered = None
 
     def void(self) -> None:
-        """Drop all buffers that abandoned collectives may still use."""
+        """Drop all buffers that may still be in use by abandoned collectives."""
         self._gathered = self._marks = None
 
 
 def pays(most: int, table: int, world_size: int) -> bool:
     """True if gathering ``most`` rows per rank is faster than all-reducing a table of ``table`` rows.
 
-    This is assumed if the gathered rows are no more than the table's. Counting only bytes, the all-gather would be
-    better for up to twice as many rows, but summing rows also takes time. In measurements, both take equally long if
-    about 50 % of the rows are touched with 2 ranks, and 25 % with 4.
+    This is assumed if no more rows are gathered than the table has. Counting only bytes, the all-gather would be better
+    for up to twice as many rows, but summing rows also takes time. In measurements, both are equally fast if about 50 %
+    of the rows are touched with 2 ranks, and 25 % with 4.
     """
     return most * world_size <= table
 
 
 def _nbytes(count: int, values: torch.Tensor) -> int:
-    """Return the bytes of a header and ``count`` rows with their ids, rounded up to whole elements of all dtypes."""
+    """Return the bytes for a header and ``count`` rows with ids, rounded up to whole elements of all dtypes."""
     nbytes = _HEAD_BYTES + count * (_ID_BYTES + values.shape[1] * values.element_size())
     return -(-nbytes // 16) * 16
 

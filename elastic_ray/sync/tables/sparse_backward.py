@@ -1,4 +1,4 @@
-"""Sparse backward for embedding layers that are set to dense gradients (torch)."""
+"""Sparse backward for embedding layers configured for dense gradients (torch)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SparseBackward:
 
 
 def switch_off(layer: torch.nn.Module) -> None:
-    """Restore a layer's own setting after an interrupted forward pass, for which torch does not call hooks."""
+    """Restore a layer's own setting after an interrupted forward pass, because torch then does not call hooks."""
     for hook in layer._forward_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, _Switch):
@@ -46,7 +46,7 @@ _OF_TORCH = (torch.nn.Embedding.forward, torch.nn.EmbeddingBag.forward)
 
 
 class _Gate(torch.autograd.Function):
-    """Identity of the table whose gradient stays sparse only on the way to ``.grad``, and is else made dense."""
+    """Identity of a table whose gradient stays sparse only on its way to ``.grad``, and is otherwise made dense."""
 
     @staticmethod
     def forward(ctx: Any, table: torch.Tensor) -> torch.Tensor:
@@ -74,14 +74,15 @@ class _Switch:
 
     Args:
         param: Table of the layer; None for a copy.
-        switched: Whether the copy was made while the layer was switched; the copy's first forward undoes that.
+        switched: Whether the copy was made while the layer was switched; the copy's first forward pass undoes the
+            switch.
     """
 
     def __init__(self, param: torch.nn.Parameter | None, switched: bool = False) -> None:
         self._param, self._switched = param, switched
 
     def before(self, layer: Any, args: Any) -> None:
-        """Switch the layer to sparse gradients before its forward, if torch supports them for it."""
+        """Switch the layer to sparse gradients before its forward pass, if torch supports them for this layer."""
         self.off(layer)  # the one before may have been interrupted
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
@@ -103,11 +104,11 @@ class _Switch:
         gated.__deepcopy__ = functools.partial(copy.deepcopy, self._param)
 
     def after(self, layer: Any, args: Any, output: Any) -> None:
-        """Restore the layer after its forward, even if the forward raised an error."""
+        """Restore the layer after its forward pass, even if the pass raised an error."""
         self.off(layer)
 
     def off(self, layer: Any) -> None:
-        """Undo the changes of :meth:`before`."""
+        """Undo the changes made in :meth:`before`."""
         if self._switched:
             layer.sparse = self._switched = False
             if self._param is not None:
@@ -127,6 +128,6 @@ def _has_strange_hooks(param: torch.nn.Parameter) -> bool:
 
 
 def _is_ours(hook: Any) -> bool:
-    """True if a hook belongs to this package; hooks registered after ours see the expected layout."""
+    """True if a hook belongs to this package; hooks registered after it see the expected layout."""
     function = getattr(hook, "func", hook)
     return str(getattr(function, "__module__", "")).startswith("elastic_ray.sync.")

@@ -1,9 +1,9 @@
-"""Gradient of a table as its touched rows, and as the ``.grad`` that user code sees (torch).
+"""Gradient of a table as its touched rows, and as the ``.grad`` seen by user code (torch).
 
-The backward pass of an embedding is as expensive as the whole table if its gradient is dense, but only as
-expensive as the touched rows if it is sparse. Layers without ``sparse=True`` are therefore made to compute sparse
-gradients as well. These are written to dense gradients in memory that is kept between steps, so that only rows
-are ever written. User code sees the layout that it expects.
+The cost of an embedding's backward pass is proportional to the entire table if its gradient is dense, but only to the
+touched rows if it is sparse. Layers without ``sparse=True`` are therefore made to compute sparse gradients as well.
+These are written to dense gradients in memory kept between steps, so that only rows are ever written. User code sees
+the layout that it expects.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LONGEST_PAUSE = 64
 
 
 class TableGradient:
-    """Record of the touched rows of a table's ``.grad``, and of the layout that user code sees.
+    """Record of the touched rows in a table's ``.grad``, and of the layout seen by user code.
 
     Args:
-        update: Layout of ``.grad``: ``"sparse"``, ``"dense"``, or ``"auto"`` for the layout that the layers'
-            ``sparse`` setting implies.
+        update: Layout of ``.grad``: ``"sparse"``, ``"dense"``, or ``"auto"`` for the layout implied by the layers'
+            ``sparse`` setting.
     """
 
     def __init__(self, param: torch.nn.Parameter, update: str) -> None:
@@ -43,7 +43,7 @@ class TableGradient:
         self._pause, self._left = 0, 0
 
     def adapt(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Attach hooks to the given layers, which must be all layers that use the table."""
+        """Attach hooks to the given layers, which must include every layer that uses the table."""
         if self._shows == "auto" and not any(getattr(layer, "sparse", False) for layer in layers):
             self._shows = "dense"
         if self._shows == "auto":
@@ -67,7 +67,7 @@ class TableGradient:
 
     @property
     def gives_sparse(self) -> bool | None:
-        """True if ``.grad`` must be sparse, False if dense; None if there is no gradient."""
+        """True if ``.grad`` must be sparse, False if dense; None without a gradient."""
         if self.param.grad is None:
             return None
         return self.param.grad.is_sparse if self._shows == "auto" else self._shows == "sparse"
@@ -81,7 +81,7 @@ class TableGradient:
             self._aside, self.param.grad = grad, rows.to_sparse()
 
     def show_table(self) -> None:
-        """Restore the dense ``.grad`` that :meth:`show_rows` replaced."""
+        """Restore the dense ``.grad`` replaced in :meth:`show_rows`."""
         if self._aside is not None:
             self.param.grad, self._aside = self._aside, None
 
@@ -107,7 +107,7 @@ class TableGradient:
         return found
 
     def write(self, rows: TouchedRows, *, sparse: bool) -> None:
-        """Write rows to a ``sparse`` or dense ``.grad``; they must include all rows that :meth:`rows` returned."""
+        """Write rows to a ``sparse`` or dense ``.grad``; they must include all rows returned from :meth:`rows`."""
         grad = self.param.grad
         if sparse:
             self.param.grad = rows.to_sparse()
@@ -120,12 +120,12 @@ class TableGradient:
             self._know(grad, rows.ids)
 
     def _before(self, grad: torch.Tensor) -> None:
-        """Record the rows of a gradient that autograd will add to ``.grad``."""
+        """Record the rows of a gradient that autograd is about to add to ``.grad``."""
         self._incoming = grad._indices()[0] if grad.is_sparse else None
 
     @torch.no_grad()
     def _after(self, param: torch.Tensor) -> None:
-        """Give ``.grad`` its expected layout, after autograd has added to it."""
+        """Give ``.grad`` its expected layout after autograd has added to it."""
         incoming, self._incoming = self._incoming, None
         grad = param.grad
         if grad is None:
@@ -173,7 +173,7 @@ class TableGradient:
 
 
 def _users(tensor: torch.Tensor) -> int:
-    """Return the number of tensors that use this tensor's memory, including the tensor itself."""
+    """Return the number of tensors that use this tensor's memory, including the tensor."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
@@ -181,9 +181,9 @@ def _users(tensor: torch.Tensor) -> int:
 def weak_hook(method: Callable[..., None], *arguments: Any) -> Callable[[Any], None]:
     """Return a hook that calls a bound method without keeping the method's object alive.
 
-    ``arguments`` are passed first. Torch hides references held by hooks of ``register_post_accumulate_grad_hook`` from
-    the garbage collector. An object that refers to a parameter and has such a hook on that parameter would never be
-    freed, nor would the model, its optimizer and its group's memory.
+    ``arguments`` are passed first. Torch hides references held by ``register_post_accumulate_grad_hook`` hooks from the
+    garbage collector. An object that refers to a parameter and has such a hook on it would never be freed, and neither
+    would the model, its optimizer and its group's memory.
     """
     reference = weakref.WeakMethod(method)
 

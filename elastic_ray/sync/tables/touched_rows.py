@@ -1,4 +1,4 @@
-"""Gradient of a table with few non-zero rows, and arithmetic on these rows (torch)."""
+"""Gradient of a table that has few non-zero rows, and arithmetic on these rows (torch)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SAMPLED_ROWS = 4096
 
 
 class RowPreconditioner:
-    """Row-wise preconditioner, computed like ``sync.preconditioners.preconditioner`` and constant until recomputed.
+    """Row-wise preconditioner, computed like ``sync.preconditioners.preconditioner`` and fixed until recomputed.
 
-    Denominators are floored at a hundredth of the root mean square of all denominators; for a large table, the root
+    Denominators are at least a hundredth of the root mean square over all denominators; for a large table, the root
     mean square is computed from every n-th row.
     """
 
@@ -38,7 +38,7 @@ class RowPreconditioner:
 def row_preconditioner(
     optimizer: torch.optim.Optimizer, table: torch.nn.Parameter, before: RowPreconditioner | None
 ) -> RowPreconditioner | None:
-    """Return the preconditioner of a table for the optimizer's current state, in the memory of ``before`` if any.
+    """Return a table's preconditioner for the optimizer's current state, in the memory of ``before`` if given.
 
     Returns None if the optimizer does not divide gradients yet.
     """
@@ -57,7 +57,7 @@ _USED = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "exp_inf", "s
 
 
 def _cut(state: Mapping[str, Any], rows: Any) -> dict[str, Any]:
-    """Select rows of each table in an optimizer state."""
+    """Select rows from each table in an optimizer state."""
     return {k: rows(v) if isinstance(v, torch.Tensor) and v.ndim == 2 else v for k, v in state.items()}
 
 
@@ -73,7 +73,7 @@ def _copied(value: Any, memory: Any) -> Any:
 class TouchedRows:
     """Gradient of a table, stored as its touched rows.
 
-    The tensors of an object are never changed; all methods return new memory.
+    An object's tensors are never changed; all methods return new memory.
     """
 
     table: int
@@ -86,16 +86,16 @@ class TouchedRows:
         return self.values.shape[0]
 
     def at(self) -> torch.Tensor:
-        """Return the ids of the held rows; all row ids if the whole table is held."""
+        """Return the ids of the held rows; all row ids if the entire table is held."""
         return torch.arange(self.table, device=self.values.device) if self.ids is None else self.ids
 
     def marks(self) -> torch.Tensor:
-        """Return a flag for each row of the table, as a tensor: 1 if the row is held, else 0."""
+        """Return a flag for each row of the table, as a tensor: 1 if the row is held, otherwise 0."""
         marks = torch.zeros(self.table, dtype=torch.int32, device=self.values.device)
         return marks.index_fill_(0, self.at(), 1)
 
     def only(self, marks: torch.Tensor) -> TouchedRows:
-        """Return the rows whose flag in ``marks`` is not 0; `self` must hold the whole table."""
+        """Return the rows whose flag in ``marks`` is not 0; `self` must hold the entire table."""
         ids = marks.nonzero().squeeze(1)
         if ids.numel() == self.table:
             return self
@@ -106,7 +106,7 @@ class TouchedRows:
         return dataclasses.replace(self, values=self.values * factor)
 
     def squared_norm(self, preconditioner: RowPreconditioner | None) -> torch.Tensor:
-        """Return ||P g||^2 of the gradient g, for a diagonal preconditioner P (None: identity)."""
+        """Return ||P g||^2 for the gradient g and a diagonal preconditioner P (None: identity)."""
         return squared_norm(self.values.reshape(-1), self.of(preconditioner))
 
     def of(self, weights: RowPreconditioner | None) -> torch.Tensor | None:
@@ -128,7 +128,7 @@ class TouchedRows:
 
 
 def no_rows(param: torch.Tensor) -> TouchedRows:
-    """Return a gradient without rows, for a table that was not used."""
+    """Return a gradient without rows, for an unused table."""
     none = torch.empty(0, dtype=torch.int64, device=param.device)
     return TouchedRows(table=param.shape[0], ids=none, values=param.detach().new_empty(0, param.shape[1]))
 
@@ -140,7 +140,7 @@ def rows_of_sparse(grad: torch.Tensor) -> TouchedRows:
 
 
 def rows_of_dense(grad: torch.Tensor) -> TouchedRows:
-    """Return the non-zero rows of a dense gradient, including rows with NaN; this scans the whole gradient."""
+    """Return the non-zero rows of a dense gradient, including rows with NaN; this scans the entire gradient."""
     ids = ((grad.amax(1) != 0) | (grad.amin(1) != 0)).nonzero().squeeze(1)
     if ids.numel() == grad.shape[0]:
         return TouchedRows(table=grad.shape[0], ids=None, values=grad)
@@ -148,7 +148,7 @@ def rows_of_dense(grad: torch.Tensor) -> TouchedRows:
 
 
 def added_up(parts: Sequence[TouchedRows]) -> TouchedRows:
-    """Return the sum of several gradients, bitwise reproducible if the parts come in the same order."""
+    """Return the sum of several gradients; bitwise reproducible if the parts are in the same order."""
     first = parts[0]
     if any(part.ids is None for part in parts):
         total = next(part for part in parts if part.ids is None)
@@ -168,7 +168,7 @@ def added_up(parts: Sequence[TouchedRows]) -> TouchedRows:
 
 
 def _added_up_in_bags(parts: Sequence[TouchedRows], all_ids: torch.Tensor) -> TouchedRows:
-    """Return the sum by ``embedding_bag``, with each row as a bag of its parts in order; over twice as fast."""
+    """Return the sum using ``embedding_bag``, with each row as a bag of its parts in order; over twice as fast."""
     ids, order = torch.sort(all_ids, stable=True)
     ids, counts = torch.unique_consecutive(ids, return_counts=True)
     bags = torch.cumsum(counts, 0).sub_(counts)
