@@ -30,7 +30,7 @@ def patched(home: str, name: str, value: object) -> Iterator[None]:
 
 
 def when_imported(home: str, then: Callable[[ModuleType], None]) -> object:
-    """Call ``then`` with the module ``home``, at once or when it is imported; return the entry of ``sys.meta_path``."""
+    """Call ``then`` with the module ``home``, now or once it is imported; return the entry of ``sys.meta_path``."""
     late = _WhenImported(home, then)
     if home in sys.modules:
         then(sys.modules[home])
