@@ -130,7 +130,7 @@ class WarmPool:
         """Record how many processes a job would use on each node, and return the processes to start.
 
         Args:
-            nodes: Number of processes that the job has and may want again, keyed by node.
+            nodes: Number of processes that the job has and may need again, keyed by node.
 
         Returns the name and node of each process that the caller must start now, and, keyed by node, a process that
         can check other processes there.
@@ -155,7 +155,7 @@ class WarmPool:
         return tuple(starts), witnesses
 
     async def started(self, name: str, actor: Any) -> None:
-        """Record a process that a controller started at the pool's request; end the process if it comes too late."""
+        """Record a process that a controller started at the pool's request; end the process if that was too late."""
         entry = self._entries.get(name)
         if entry is None:  # too late
             ray.kill(actor)

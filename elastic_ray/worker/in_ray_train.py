@@ -126,7 +126,7 @@ class _Context:
         self._workers = workers
 
     def get_world_size(self) -> int:
-        """Return the number of workers in the current group, or the number that one of Ray's functions must see."""
+        """Return the number of workers in the current group, or a fixed number that one of Ray's functions needs."""
         import elastic_ray
 
         return self._workers or elastic_ray.get_context().get_world_size()

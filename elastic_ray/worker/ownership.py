@@ -36,7 +36,7 @@ _UNWANTED_S = 180.0  # its pool asks every few seconds, and has given it up whil
 
 
 class Ownership:
-    """Record of this process's owner, which makes the process exit once it can no longer get an owner.
+    """Record of this process's owner, which also ends the process once it can no longer get an owner.
 
     Args:
         owner: Owner on whose behalf the process was started; None if any job may claim the process.

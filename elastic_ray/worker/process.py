@@ -81,7 +81,7 @@ class WorkerProcess:
             self._worker.post(token, worker, message)
 
     def sees_running(self, pid: int) -> bool:
-        """Return True if the process with this id on the same node is running; see :func:`is_running`."""
+        """True if the process with this id on the same node is running; see :func:`is_running`."""
         return is_running(pid)
 
 
