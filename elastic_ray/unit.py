@@ -59,7 +59,7 @@ class Unit:
         return math.prod(size for name, size in zip(self.names, self.sizes, strict=True) if name in _OWN_SAMPLES)
 
     def shard_of(self, position: int) -> int:
-        """Return the index of the part of the unit's samples that the worker at `position` (0-based) reads."""
+        """Return the index of the part of the unit's samples read by the worker at `position` (0-based)."""
         found, stride = 0, 1
         for name, size in reversed(list(zip(self.names, self.sizes, strict=True))):
             position, place = divmod(position, size)
@@ -82,7 +82,7 @@ class UnitPlace:
 
     Attributes:
         names, sizes: Names and sizes of the unit's mesh dimensions.
-        shard, shards: Index of the part of the unit's samples that the worker reads, and the number of parts.
+        shard, shards: Index of the worker's part of the unit's samples, and the number of parts.
         store: File that the unit's workers use to find each other; empty if they are on several nodes.
     """
 
@@ -103,7 +103,7 @@ class UnitPlace:
         return max(batch_size - batch_size % self.shards, self.shards)
 
     def share(self, batch_size: int, samples: int | None, *, drop_last: bool) -> tuple[int, int]:
-        """Return the index of the part of the unit's samples that the worker reads, and the number of parts.
+        """Return the index of the worker's part of the unit's samples, and the number of parts.
 
         Args:
             samples: Number of samples in the dataset; None if the dataset has no length or yields whole batches.
@@ -147,7 +147,7 @@ def process_names(worker: str, unit: int) -> tuple[str, ...]:
 
 
 def nodes_of(place: str, unit: int) -> tuple[str, ...]:
-    """Return the node of each of a worker's ``unit`` processes; ``place`` names one node or several, ``n1*4+n2*2``."""
+    """Return the nodes a worker's ``unit`` processes run on; ``place`` names one node or several, ``n1*4+n2*2``."""
     here = parts(place)
     return (place,) * unit if len(here) == 1 else tuple(node for node, count in here.items() for _ in range(count))
 

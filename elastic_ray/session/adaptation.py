@@ -33,7 +33,7 @@ class Adaptation:
     """Adaptation of one run by its policies.
 
     Args:
-        sizes: Smallest and largest number of workers of the job; None if the group cannot change.
+        sizes: Smallest and largest number of workers in the job; None if the group cannot change.
     """
 
     def __init__(self, run: Run, sizes: tuple[int, int] | None) -> None:

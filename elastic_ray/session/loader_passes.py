@@ -359,7 +359,7 @@ class LoaderPasses:
         return lost.loader_pass.position > lost.position
 
     def _conclude(self, step: LoaderStep, *, trained: bool, ended: StepRound | None = None) -> bool:
-        """Average models after a committed step, and record its time; False if another group was entered meanwhile.
+        """Average models after a committed step, and record its time; False if another group had to be entered.
 
         Args:
             ended: The round that ends with the step; None if the step is committed by itself.
@@ -536,7 +536,7 @@ class LoaderPasses:
         ledger.resume(lost, cause)
 
     def _draw_in_parts(self, step: LoaderStep, *, abandoned: bool) -> None:
-        """Undo a step in which a worker ran out of memory, and draw its batch again in smaller micro-batches."""
+        """Undo a step where a worker ran out of memory, and draw its batch again in smaller micro-batches."""
         run = self._run
         run.agreed.ran_out = False
         run.sums.undo_beyond(run.ledger.depth)

@@ -146,7 +146,7 @@ class Session:
         return self.run.agreed.preempted and not self.run.agreed.stop
 
     def mark_replaced(self) -> None:
-        """Record that a later run of this process has replaced this run, whose loop cannot continue."""
+        """Record that a later run in this process has replaced this run, whose loop cannot continue."""
         self.replaced = True
 
     def add_policies(self, policies: Sequence[Policy]) -> None:
@@ -204,7 +204,7 @@ class Session:
         self.ledger.start_replay()
 
     def _join_unit(self) -> None:
-        """Act with the other workers of the unit from here on.
+        """Act together with the other workers in the unit from now on.
 
         Raises ValueError if they have different policies, measurements or strategies.
         """
@@ -285,7 +285,7 @@ class Session:
             )
 
     def count_report(self, *, saves: bool = False) -> int:
-        """Count a call of ``report``, with a checkpoint if ``saves``, and return the call's number in the run."""
+        """Count a call to ``report``, with a checkpoint if ``saves``, and return the call's number in the run."""
         self.run.agreed.wants_comparison |= saves
         if self.rank and self.run.agreed.is_unrecorded():
             self.run.notify_once("warning", UNRECORDED, 0)
@@ -374,7 +374,7 @@ class Session:
 
         Raises:
             RuntimeError: The train function never trained through an ``AdaptiveDataLoader``.
-            RanksDisagreeError: Another rank continues training. That rank also detects it, possibly later.
+            RanksDisagreeError: Another rank is still training. That rank also detects this, possibly later.
             ReplicasDifferError: The replicas have diverged in the last steps.
         """
         if not self.synced:

@@ -69,7 +69,7 @@ class PassProgress:
     hashed: int | None = 0
 
     def advance(self, samples: int, hashes: int | None = None) -> None:
-        """Count a committed step of ``samples`` samples; ``hashes`` sums their index hashes, None if unknown."""
+        """Count a committed step with ``samples`` samples; ``hashes`` sums their index hashes (None: unknown)."""
         self.position += samples
         self.hashed = None if self.hashed is None or hashes is None else (self.hashed + hashes) & BITS
 

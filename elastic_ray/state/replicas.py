@@ -57,7 +57,7 @@ class Replicas:
 
     @staticmethod
     def _compared(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """Return the parameters that every rank holds completely, leaving out those of sharded models."""
+        """Return the parameters that every rank holds completely, leaving out sharded models' parameters."""
         return [(name, p) for name, p in module.named_parameters() if not hasattr(p, "to_local")]
 
     def start(self) -> None:
@@ -229,7 +229,7 @@ def _fold(values: torch.Tensor) -> torch.Tensor:
 
 
 def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
-    """Return a 40-bit digest of the contents of tensors, in this order; 0 for no tensors.
+    """Return a 40-bit digest of the contents of ``tensors``, in order; 0 without tensors.
 
     Small tensors are folded together, so that a model with many parameters needs few operations.
     """

@@ -116,7 +116,7 @@ class StartingPoint:
     def first_epoch(self) -> int:
         """Return the first epoch to train, for user code that counts epochs itself.
 
-        Raises RuntimeError: The run can continue only from the checkpoint, but user code has not requested it.
+        Raises RuntimeError if the run can continue only from the checkpoint, but user code has not requested it.
         """
         if self._checkpoint is None:
             return 0

@@ -57,7 +57,7 @@ class UnreadTensor:
 
 
 def read_all(tree: Any) -> Any:
-    """Return a tree with all unread tensors read, each to its device; the same object if there are none."""
+    """Return a tree with all unread tensors read, each to its device; the same object if it has none."""
     if isinstance(tree, UnreadTensor):
         return tree.whole()
     if isinstance(tree, Mapping):

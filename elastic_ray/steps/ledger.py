@@ -41,7 +41,7 @@ class Replay:
 
     @staticmethod
     def needed(progress: RunProgress) -> bool:
-        """True if other ranks have started a loader pass or collective of the epoch, which this rank must replay."""
+        """True if other ranks have started a loader pass or collective in the epoch that this rank must replay."""
         return bool(progress.passes) or progress.joined_at is not None
 
     def reach_pass(self, ordinal: int) -> bool:
@@ -134,7 +134,7 @@ class StepLedger:
 
     @property
     def epochs_done(self) -> float:
-        """Number of epochs of data trained on so far, including fractions."""
+        """Number of epochs trained so far, including the completed fraction of the current epoch."""
         step = self.outermost
         fraction = step.loader_pass.position / step.total if step is not None and step.total else 0.0
         return self.state.progress.epoch + fraction

@@ -94,8 +94,8 @@ class LoaderStep:
     def weigh(self, count: float) -> None:
         """Set the current micro-batch's weight in the step's mean gradient, instead of its number of samples.
 
-        Raises RuntimeError: The micro-batch already has a weight or a gradient, or an earlier one of the step has no
-        weight.
+        Raises RuntimeError if the micro-batch already has a weight or a gradient, or if an earlier one in the step has
+        no weight.
         """
         if self.backward == self.micro:
             raise RuntimeError(

@@ -42,7 +42,7 @@ def lower_median(values: Sequence[float]) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Base class of records of a group's steps; each field is a number, or a tuple with one entry per rank."""
+    """Base class for records of a group's steps; each field is a number, or a tuple with one entry per rank."""
 
     def to_state(self) -> dict[str, Any]:
         """Return the fields as plain values, for :meth:`from_state`."""
@@ -114,7 +114,7 @@ class SpeedTrace(Trace):
 
     @property
     def ready(self) -> bool:
-        """True once enough steps were recorded for a verdict on which ranks are slow."""
+        """True once enough steps have been recorded to decide which ranks are slow."""
         return self.steps >= MIN_STEPS
 
     def ratio(self, rank: int, among: Sequence[int]) -> float:
@@ -270,7 +270,7 @@ class StragglerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlowWorker:
-    """Worker that slows down its whole group, with its time ratio and probable cause."""
+    """Worker that slows down its entire group, with its time ratio and probable cause."""
 
     worker: str
     node: str

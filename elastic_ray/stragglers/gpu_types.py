@@ -153,7 +153,7 @@ class TypeShares:
         return {gpu: max(_LEAST_WEIGHT, weight / fastest) for gpu, weight in found.items()}
 
     def _medians(self, values: Sequence[float]) -> dict[str, float]:
-        """Return the lower median of the values of each GPU type's ranks."""
+        """Return the lower median of ``values`` over each GPU type's ranks, keyed by type."""
         by_type: dict[str, list[float]] = {}
         for member, value in zip(self._members(), values, strict=True):
             by_type.setdefault(member.gpu_type, []).append(value)

@@ -97,7 +97,7 @@ class StragglerWatch:
 
     @property
     def weights(self) -> tuple[float, ...] | None:
-        """Weight of each rank in the division of a step's samples; None if all ranks have equal shares."""
+        """Each rank's weight in dividing a step's samples; None if all ranks have equal shares."""
         if not self.slow or self._equal() or not any(each.weight < 1.0 for each in self.slow):
             return None
         weights = {each.worker: each.weight for each in self.slow}
@@ -105,7 +105,7 @@ class StragglerWatch:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Time of each rank for equal work, divided by the group's median; empty until enough steps are measured."""
+        """Each rank's time for equal work, divided by the group's median; empty until enough steps are measured."""
         if not self._trace.ready or self._workers != tuple(member.worker for member in self._members()):
             return ()
         return tuple(self._trace.ratio(rank, self._healthy) for rank, _ in enumerate(self._workers))
@@ -359,7 +359,7 @@ class RecentSteps(Trace):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTrace(Trace):
-    """Memory measures of the ranks of one group, step by step."""
+    """Memory measures of one group's ranks, step by step."""
 
     # by rank, the least time that its pages from disks have taken, moving average over steps [s]
     faults_s: tuple[float, ...] = ()

@@ -213,7 +213,7 @@ class WarmPool:
                 ray.kill(entry.actor)
 
     async def _watch(self) -> None:
-        """Check nodes and processes regularly, and end the pool when no job and no process is left."""
+        """Check nodes and processes regularly, and end the pool when no jobs or processes are left."""
         await self._found
         rounds = 0
         while True:

@@ -48,7 +48,7 @@ def _prepared_loader(*args: Any) -> Any:
 def _delete_stored(checkpoint: Any) -> None:
     """Delete the local files of this process's last reported checkpoint if they have been copied to storage.
 
-    Other files are kept, such as those of other ranks, which are not copied and may use the same directory.
+    Other files are kept, such as other ranks' files, which are not copied and may be in the same directory.
     """
     import pyarrow.fs
 
