@@ -34,7 +34,7 @@ class ElasticConfig(NamesArguments):
         join_timeout_s: Time limit for a new worker to become ready after its resources were reserved. Each time a
             worker is late, the limit doubles (up to eight times this setting), until a worker is ready in time.
         reserve_timeout_s: Time until an unfulfilled resource reservation is cancelled.
-        switch_timeout_s: Time limit for the workers of a new generation (group) to connect and to exchange state.
+        switch_timeout_s: Time limit for the workers in a new generation (group) to connect and exchange state.
         collective_timeout_s: Maximum wait in a collective for a peer that is slow but alive. It must exceed the longest
             step.
         lease_s: If the driver is silent for this long, the job saves its state and ends.

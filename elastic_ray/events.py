@@ -306,7 +306,7 @@ class JobStatus:
             more; None if no worker ran out of memory.
         backend: Backend that sends gradients between the GPUs: ``nccl`` or ``gloo``; empty for one worker.
         mfu: Model FLOPs utilisation, 0 to 1; None if the number of operations, or the GPU's peak, is unknown.
-        reports: Number of reports by rank 0, including reports from earlier runs that the job continues.
+        reports: Number of reports from rank 0, including reports in earlier runs that the job continues.
         checkpoint: Path of the reported or automatic checkpoint that a restart would continue from; empty before the
             first.
         trial: Facts about a trial of a sweep; None for any other job.

@@ -1,4 +1,4 @@
-"""SHELL: changes of group and batch, and collectives of the train function that survive such changes."""
+"""SHELL: changes of group and batch, and the train function's collectives, which survive such changes."""
 
 from __future__ import annotations
 
@@ -442,7 +442,7 @@ class UserCollectives:
 
         Args:
             what: Name of the collective, for comparison across ranks and for messages.
-            detail: Further facts that must be equal on all ranks.
+            detail: Additional facts that must be equal on all ranks.
             alone: Returns the result for this rank alone: before it has joined, during catch-up, and in a step that is
                 already lost.
 

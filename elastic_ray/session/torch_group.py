@@ -106,7 +106,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     # -- reductions ----------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> EndedWork:
-        """Reduce tensors over all ranks, in place."""
+        """Reduce tensors across all ranks, in place."""
         op, tensors = _op_of(opts), _listed(tensors)
         for tensor in tensors:
             _put([tensor], self._reduced("all_reduce", tensor, op))
@@ -124,7 +124,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork(tensors)
 
     def _reduced(self, what: str, tensor: Tensor, op: Any, *, root: int = 0) -> list[Tensor]:
-        """Return the reduction over all ranks."""
+        """Return the reduction across all ranks."""
         name = _check_reduces(what, tensor, op)
 
         def perform(communicator: Communicator, device: Any) -> list[Tensor]:
@@ -140,7 +140,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> EndedWork:
-        """Reduce one tensor per rank over all ranks; each rank receives the result for its own tensor."""
+        """Reduce one tensor per rank across all ranks; each rank receives the result for its own tensor."""
         for output, given in zip(outputs, inputs, strict=True):
             self._check_places("reduce_scatter", given)
             flat = torch.cat([each.reshape(-1) for each in given])
@@ -149,7 +149,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork(outputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> EndedWork:
-        """Reduce one tensor over all ranks, divided into equal parts by rank; each rank receives its own part."""
+        """Reduce one tensor across all ranks, divided into equal parts by rank; each rank receives its own part."""
         self._scattered("reduce_scatter", output, tensor.reshape(-1), [output.numel()] * self.size(), _op_of(opts))
         return EndedWork([output])
 
@@ -158,7 +158,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> EndedWork:
-        """Reduce several tensors over all ranks; each rank receives its own part of each tensor."""
+        """Reduce several tensors across all ranks; each rank receives its own part of each tensor."""
         for output, tensor in zip(outputs, tensors, strict=True):
             self.reduce_scatter_single(output, tensor, opts)
         return EndedWork(outputs)
@@ -166,7 +166,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def _scattered(self, what: str, output: Tensor, flat: Tensor, sizes: Sequence[int], op: Any) -> None:
-        """Reduce a flat tensor over all ranks, and put this rank's part into ``output``."""
+        """Reduce a flat tensor across all ranks, and copy this rank's part into ``output``."""
         if sum(sizes) != flat.numel():
             raise RuntimeError(_SIZES.format(what=what, prepared=flat.numel() // max(1, sizes[0]), present=self.size()))
         if output.numel() != sizes[self.rank()]:

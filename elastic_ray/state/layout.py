@@ -188,7 +188,7 @@ class DataPlan(Facts):
 
 
 class MergeLayout:
-    """Layout of the tensors that replicas will merge; if all ranks have the same layout, they only add them up.
+    """Layout of the tensors that replicas will merge; if it is the same on all ranks, they only add up the tensors.
 
     Attributes:
         fingerprint: Digest of the layout.

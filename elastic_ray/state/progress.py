@@ -135,7 +135,7 @@ class RunProgress:
 
     @property
     def place_in_epochs(self) -> int:
-        """Epoch and number of passes ended before its first unfinished pass, as one number that only grows."""
+        """Epoch and number of passes ended before its first unfinished pass, as one number that only increases."""
         return self.epoch << 20 | next((n for n, each in enumerate(self.passes) if not each.done), len(self.passes))
 
     def end_epoch(self) -> None:
@@ -209,7 +209,7 @@ class RunProgress:
     def bound_memory(self, failed: int) -> None:
         """Bound the samples processed at once, after a worker ran out of memory with ``failed`` samples.
 
-        The bound is half of ``failed`` or, if larger, the largest number known to fit, unless above 90 % of ``failed``.
+        The bound is half of ``failed`` or, if larger, the largest number known to fit, if at most 90 % of ``failed``.
         """
         fits = self.fits if self.fits <= 0.9 * failed else 0
         self.limit_memory(max(1, failed // 2, fits))
@@ -226,7 +226,7 @@ class RunProgress:
             sums[name] = sums.get(name, 0.0) + value
 
     def keep_sums(self) -> None:
-        """Drop all sums except for accumulators made in the current epoch, or before the first epoch."""
+        """Drop the sums of all accumulators except those made in the current epoch, or before the first epoch."""
         kept = (-1, self.epoch)
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] in kept}
 

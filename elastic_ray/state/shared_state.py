@@ -126,7 +126,7 @@ class SharedState:
         self._states[key] = state
 
     def holds(self, target: object) -> bool:
-        """True if user code has registered this object as a state."""
+        """True if user code has registered ``target`` as a state."""
         return any(isinstance(state, DictState) and state.target is target for state in self._states.values())
 
     def register_rollback(
@@ -323,7 +323,7 @@ class SharedState:
         Args:
             ledger: This rank's ledger, which leaves a step if other ranks will draw it again or have completed it.
             replicas: Merges replicas that differ among ranks at the same progress. Before anything is sent, the ranks
-                that hold a state replace it with the mean over those of them that completed the last average.
+                that hold a state replace it with the mean over those that completed the last average.
 
         Raises:
             CommunicationFailedError: A peer was lost during the exchange. This rank's state is complete, or it has

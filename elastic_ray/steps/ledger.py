@@ -201,7 +201,7 @@ class StepLedger:
 
     @property
     def replaying(self) -> bool:
-        """True while the loop's code runs only to catch up with the other ranks, without effect on shared state."""
+        """True while the loop's code runs only to catch up with the other ranks, without affecting shared state."""
         return self._replay is not None
 
     @property
@@ -619,7 +619,7 @@ class SampleTally:
         return [float(own & _MASK), float(own >> _WIDTH & _MASK), float(own >> 2 * _WIDTH)]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Store the sum of the hashes over all ranks, for :meth:`take`."""
+        """Store the sum of the hashes across all ranks, for :meth:`take`."""
         low, middle, high = sums
         self._heard = (round(low) + (round(middle) << _WIDTH) + (round(high) << 2 * _WIDTH)) & BITS
 

@@ -80,7 +80,7 @@ def close_pool(timeout_s: float = _CLOSE_S) -> None:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _PoolEntry:
-    """Entry of an unclaimed process; ``actor`` is None until a controller starts it, at the latest at ``until_s``."""
+    """Entry for an unclaimed process; ``actor`` is None until a controller starts it, at the latest at ``until_s``."""
 
     process: PooledProcess
     actor: Any = None

@@ -78,7 +78,7 @@ def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: st
     worker's resources, but the process can run on the node where the group has reserved them.
 
     Args:
-        owner: Owner of the process; None for a process of the cluster's pool, which has no owner yet.
+        owner: Owner of the process; None for a process in the cluster's pool, which has no owner yet.
     """
     return (
         actor_class(WorkerProcess)

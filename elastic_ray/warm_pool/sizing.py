@@ -82,7 +82,7 @@ class PoolNode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PooledProcess:
-    """Process of the pool that no job has claimed yet."""
+    """Process in the pool that no job has claimed yet."""
 
     name: str  # its actor's
     node: str  # where it runs

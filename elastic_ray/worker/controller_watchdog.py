@@ -1,4 +1,4 @@
-"""SHELL: watchdog of a worker process for its job's controller, which may die and come back during training.
+"""SHELL: watchdog of a worker process for its job's controller, which may die and be restarted during training.
 
 The process regularly asks the controller whether it still owns the process. A controller that Ray has restarted
 requests a new registration. If the controller does not know the process, the process releases its reservation and

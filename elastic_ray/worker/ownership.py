@@ -1,6 +1,6 @@
 """SHELL: ownership of a worker process, first by the pool, and then by one job or sweep until the process ends.
 
-A process of the cluster's pool was started on behalf of an earlier job. For its new owner, it adopts Ray's module
+A process from the cluster's pool was started on behalf of an earlier job. For its new owner, it adopts Ray's module
 search path, the driver that receives its output, and the namespace for actor names.
 """
 

@@ -245,7 +245,7 @@ class Worker:
         return UnitGroup(place, cuda=bool(assignment.gpu_ids), timeout_s=timeout_s, store=store, host=self._host)
 
     def _saved_state(self, assignment: Assignment, link: ActorControllerClient) -> tuple[dict[str, Any] | None, str]:
-        """Return the first intact automatic checkpoint to resume from, and its path; None and "" if there is none."""
+        """Return the first intact automatic checkpoint to resume from, and its path; None and "" if none is intact."""
         unusable = ""
         for state in assignment.states:
             try:

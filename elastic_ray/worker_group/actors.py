@@ -40,8 +40,8 @@ _WITHDRAWN_S = 2.0  # at the end of a job; Ray tries a group again after a secon
 class WorkerActors:
     """Ray actors of a job's workers, managed as the membership machine instructs.
 
-    Each worker's resources are reserved by its own placement group. Its process is an actor outside that group, which
-    requests no resources. Both are detached: they outlive a controller that Ray restarts, and the restarted
+    Each worker's resources are reserved by its own placement group. Its process is an actor outside that group and
+    requests no resources itself. Both are detached: they outlive a controller that Ray restarts, and the restarted
     controller adopts them.
     """
 
@@ -141,7 +141,7 @@ class WorkerActors:
         return dataclasses.replace(spec, members=tuple(members))
 
     def launch(self, assignment: Assignment) -> None:
-        """Run the train function as ``assignment`` describes, in a warm process on the node or in a new process."""
+        """Run the train function as ``assignment`` describes, in a warm process on the node, or in a new one."""
         self._background.start(self._run(dataclasses.replace(assignment, token=self._token)))
 
     async def _run(self, assignment: Assignment) -> None:
