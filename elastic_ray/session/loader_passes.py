@@ -155,7 +155,7 @@ class LoaderPasses:
         return False
 
     def step_of_another(self) -> tuple[int, int] | None:
-        """Return (rank, step number) of a step to execute on behalf of another rank; None without such a step."""
+        """Return (rank, step number) of a step to execute on behalf of another rank; None if there is no such step."""
         if not self._run.shares.active:
             return None
         try:

@@ -304,7 +304,7 @@ class SharedState:
 
     @property
     def unique(self) -> bool:
-        """True if losing this worker would lose state: it has more than the checkpoint that it loaded."""
+        """True if losing this worker would lose state, because it has more than the checkpoint that it loaded."""
         return self.complete and not self.loaded
 
     def _adopt_progress(self, progress: RunProgress) -> None:

@@ -134,7 +134,7 @@ class SpeedTrace(Trace):
         return THRESHOLD * self.ratio(rank, among) > 1.0 and excess > _SIGNIFICANT * self.deviation
 
     def waits_for_data(self, rank: int, among: Sequence[int]) -> bool:
-        """True if the rank spends most of its time beyond the median of ``among`` waiting for data."""
+        """True if the rank spends most of its extra time, compared with the median of ``among``, waiting for data."""
         usual = lower_median([self.data[other] for other in among])
         return 2.0 * (self.data[rank] - usual) > self.busy[rank] - self._usual(among)
 

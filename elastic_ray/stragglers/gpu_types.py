@@ -34,7 +34,7 @@ class _Sums:
 class TypeShares:
     """Shares of a step's samples by GPU type, adjusted until all types take the same time.
 
-    A type that takes r times as long as the fastest next gets 1 / r of its current samples, until times are equal,
+    A type that takes r times as long as the fastest type then gets 1 / r of its current samples, until times are equal,
     based on averages over ten steps. Before anything is measured, shares depend on the model's predicted speeds. Ranks
     are compared with each other only within a type.
 

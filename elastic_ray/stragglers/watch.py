@@ -44,7 +44,7 @@ class StragglerWatch:
 
     Every committed training step must be reported on all ranks; durations come from the steps' own times, not from a
     clock. If stragglers get fewer samples, shares depend on the measured times: a rank that takes r times as long as
-    the others next gets 1 / r of its current samples. If part of a step does not shrink with its samples, this
+    the others then gets 1 / r of its current samples. If part of a step does not shrink with its samples, this
     converges from above, with an error that shrinks each time by the factor (that part) / (whole step). A rank that
     catches up regains its samples in the same way.
 

@@ -87,7 +87,7 @@ class PoolClient:
             logger.info("%s: the pool of warm processes does not answer: %r", self._owner.holder, error)
 
     def witness(self, node: str) -> Any | None:
-        """Return a pool process that can check whether other processes on the node run; None without such a process."""
+        """Return a pool process that can check whether other processes on the node run; None if no process can."""
         return self._witnesses.get(node)
 
 

@@ -263,7 +263,7 @@ class Processes:
         self._sweep.take_back.remote(self._run, actor, fit=fit)
 
     def witness(self, node: str) -> Any | None:
-        """Return a warm process that can check whether other processes on the node run; None without such a process."""
+        """Return a warm process that can check whether other processes on the node run; None if no process can."""
         return next(iter(self._warm.get(node, [])), None) or self._pool.witness(node)
 
     def keep_warm(self, nodes: Mapping[str, int]) -> None:
