@@ -163,7 +163,7 @@ class JobEvent:
         detail: Further JSON-serialisable values (batch sizes, node, rank...). A size change or a failure has
             ``vote_s``, ``group_s`` and ``state_s``, which sum to ``pause_s``. A start has ``start_s``, the time since
             its processes were started. A restart has ``steps``, the step it resumes from, and ``reached_steps``, the
-            step reached before it.
+            step reached before the restart.
 
     Examples:
         >>> from elastic_ray.events import EventKind, JobEvent

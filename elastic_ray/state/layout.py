@@ -209,7 +209,7 @@ def check_ends(fingerprints: Sequence[int]) -> None:
     """Check that all ranks hold the same parameters after the last epoch.
 
     Args:
-        fingerprints: Fingerprint of each rank's parameters; 0 if unknown.
+        fingerprints: Fingerprint of each rank's parameters; 0 if a rank has none.
 
     Raises ReplicasDifferError if the fingerprints differ.
     """
