@@ -70,7 +70,7 @@ def find_address(address: str) -> str:
     """Return the HOST:PORT of the local cluster for ``auto`` or an empty address; return other addresses unchanged.
 
     An empty address resolves as in ``ray.init()``: to the cluster that ``ray start`` recorded on this machine, even if
-    that cluster is no longer running. If nothing is recorded, return "", which makes Ray start a new cluster.
+    that cluster is no longer running. If none is recorded, return "", which makes Ray start a new cluster.
     """
     if address not in ("", "auto"):
         return address
@@ -87,7 +87,7 @@ def check_answers(there: str, address: str) -> None:
 
     Args:
         there: The resolved address, as returned by :func:`find_address`.
-        address: The original address, for the message: RAY_ADDRESS, or ``auto``; empty if not set.
+        address: The original address, for the error message: RAY_ADDRESS, or ``auto``; empty if not set.
     """
     if address.startswith(("http://", "https://")):
         raise ConnectionError(

@@ -29,7 +29,7 @@ class Background:
             logger.error("work beside a controller's loop failed", exc_info=error)
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait for all tasks until ``timeout_s`` [s] has passed, then cancel the tasks that are still running."""
+        """Wait up to ``timeout_s`` [s] for all tasks to end, then cancel any that are still running."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
             self.cancel()

@@ -34,10 +34,11 @@ class ElasticConfig(NamesArguments):
         join_timeout_s: Time limit for a new worker to become ready after its resources were reserved. Each time a
             worker is late, the limit doubles (up to eight times this setting), until a worker is ready in time.
         reserve_timeout_s: Time until an unfulfilled resource reservation is cancelled.
-        switch_timeout_s: Time limit for the workers of a new generation (group) to connect and to exchange state.
-        collective_timeout_s: Maximum wait in a collective for a slow but living peer. It must exceed the longest step.
+        switch_timeout_s: Time limit for the workers in a new generation (group) to connect and exchange state.
+        collective_timeout_s: Maximum wait in a collective for a peer that is slow but alive. It must exceed the longest
+            step.
         lease_s: If the driver is silent for this long, the job saves its state and ends.
-        restart: Restart a job that has lost all its workers from its newest checkpoint, even if
+        restart: If a job has lost all its workers, restart it from its newest checkpoint, even if
             ``FailureConfig(max_failures)`` is 0, Ray Train's default. The job fails once three restarts in a row have
             produced no new checkpoint. If ``max_failures`` is not 0, it is the limit instead.
         controller_timeout_s: How long workers keep training while the job's controller does not respond; after that,
@@ -51,15 +52,15 @@ class ElasticConfig(NamesArguments):
             job can use. A test starts each time the job's number of steps has doubled, from step 400 on.
         keep_last_state: Keep the last automatic checkpoint of a finished job. It is ``Result.checkpoint`` if the job
             reported no checkpoint, and ``load_model_state`` reads it. False deletes it.
-        checkpoint_interval_s: Time between two automatic checkpoints. None chooses the interval from the cost of a
+        checkpoint_interval_s: Time between automatic checkpoints. None chooses the interval from the cost of a
             checkpoint and the frequency of worker losses (Young 1974, Daly 2006), and keeps the cost below 0.5 %.
         stragglers: Response to a worker that needs at least 1.25 times as long as the others for the same work:
-            ``ignore`` it, ``tell`` the user (by an event, and in the status), ``share`` a step's samples so that it
+            ``ignore`` it, ``tell`` the user (through an event and in the status), ``share`` a step's samples so that it
             gets fewer, or ``replace``, which shares in the same way and then replaces the worker if it stays slow. With
             ``share``, each of the other workers gets more samples than in an equal split, within ``local_bsz_bounds``.
             Do not use it with a loop that assumes equal local batches.
         straggler_patience_s: How long a worker must be slow before ``replace`` requests a new one.
-        private_files: On the nodes' file systems (including NFS mounts), make files readable by the job's user only:
+        private_files: On the nodes' file systems (including NFS mounts), make files readable only by the job's user:
             mode 0600, and 0700 for directories. A run directory that another user owns is refused. False leaves
             permissions to the umask and the directory's owner. Other storage applies its own rules.
         storage_timeout_s: Maximum wait for the run's storage to respond. A reported checkpoint that is not stored
@@ -69,7 +70,7 @@ class ElasticConfig(NamesArguments):
         verify_checkpoints: When a job continues from its stored run, read its reported checkpoints completely and
             compare their checksums with the checksums stored when they were written. A checkpoint that differs is
             skipped, with an event. Sizes, and the checksums of automatic checkpoints, are always compared.
-        tensorboard: Write the run's metrics and status as TensorBoard files into ``tensorboard`` in its directory. None
+        tensorboard: Write the run's metrics and status as TensorBoard files to ``tensorboard`` in its directory. None
             writes them for jobs, but not for trials of a sweep, because Ray Tune writes its own.
         metrics: Export the job's metrics to Prometheus through Ray's metrics, from its controller (docs/metrics.md).
         tracker_timeout_s: Time allowed for TensorBoard and the run's callbacks to finish after the job has ended.
@@ -123,7 +124,7 @@ class ElasticConfig(NamesArguments):
 
     @property
     def straggler_config(self) -> StragglerConfig:
-        """Configuration of how workers respond to stragglers (slow workers)."""
+        """Configuration of how the job responds to stragglers (slow workers)."""
         return StragglerConfig(response=self.stragglers, patience_s=self.straggler_patience_s)
 
     def _check(self, name: str, value: object) -> None:
@@ -156,18 +157,18 @@ class ElasticConfig(NamesArguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingConfig(NamesArguments):
-    """Scheduling options for a job in the allocator that Ray Train's ``ScalingConfig`` has no fields for.
+    """Options for scheduling a job in the allocator, beyond the fields of Ray Train's ``ScalingConfig``.
 
     Attributes:
-        priority: Precedence of the job within its tenant's jobs. A job with a higher value gets its minimum number of
+        priority: Precedence of the job among its tenant's jobs. A job with a higher value gets its minimum number of
             workers first, and also grows first.
         tenant: Owner of the job. Tenants share the cluster by weight (``AllocatorConfig.tenants``). Capacity that a
             tenant does not use is lent to other tenants until its owner requests it.
         preemptible: If True, the running job may be stopped for a job that ranks above it. If False, the job keeps its
             minimum number of workers until it ends or its nodes are lost.
-        deadline_s: Time the job has to finish, in seconds after ``submit()``; None for no deadline. After the first
-            epoch, when the job's length is known, the allocator reserves the workers needed to meet the deadline, if it
-            can.
+        deadline_s: Time by which the job should finish, in seconds after ``submit()``; None for no deadline. After the
+            first epoch, when the job's length is known, the allocator reserves the workers needed to meet the deadline,
+            if it can.
         whole_nodes: Prefer entire nodes that no other job uses, provided that no resources are left idle.
         spot: How the job uses spot nodes (label ``ray.io/market-type: spot``): ``avoid`` them, ``prefer`` them whenever
             they are available, or ``mixed``: the minimum number of workers on on-demand nodes, further workers
@@ -175,7 +176,7 @@ class SchedulingConfig(NamesArguments):
         budget_usd: Limit on the cost of the job [USD]; None for no limit. The autoscaler plans with it and reports at
             once if it will be exceeded.
         utility: Value of completing the job as a function of the seconds after ``submit()``: pairs of time and value
-            [USD], such as ``((3600, 50), (7200, 0))``. Values are interpolated linearly, constant before the first
+            [USD], such as ``((3600, 50), (7200, 0))``. Values are interpolated linearly, held constant before the first
             pair, and extrapolated along the last segment. Once the job's length is known, the job gets no worker that
             costs more than the value it adds. None ignores costs.
         weight: Importance of the job's speed relative to other jobs with the same tenant and priority. When several
@@ -192,15 +193,15 @@ class SchedulingConfig(NamesArguments):
             decided again, which takes a second or two.
         multiple_of: Restricts the number of workers to multiples of this number, like ``sizes``; None for no
             restriction.
-        unit: Group of workers that start and end together, on one node if any is large enough: a number of workers, or
-            a mesh with named dimensions (``Unit(tp=2)``). A unit's workers form a fixed ``torch.distributed`` group,
-            where a model is parallelised as under ``torchrun``. Sizes of the job then count units
-            (``JobHandle.resize``, events, ``sizes``), and ``ScalingConfig(num_workers)`` must be a multiple of the
-            unit's size; see docs/units.md.
-        memory: Memory that each worker needs, depending on how many workers the model is divided between, and memory
-            that each worker has, both from ``elastic_ray.sharded_memory(model, ...)``. The job never runs on too few
-            workers for the model to fit, except after losing workers, which an event reports. None if any number of
-            workers suffices.
+        unit: Group of workers that start and end together, on a single node if one is large enough: a number of
+            workers, or a mesh with named dimensions (``Unit(tp=2)``). A unit's workers form a fixed
+            ``torch.distributed`` group, where a model is parallelised as under ``torchrun``. Sizes of the job then
+            count units (``JobHandle.resize``, events, ``sizes``), and ``ScalingConfig(num_workers)`` must be a multiple
+            of the unit's size; see docs/units.md.
+        memory: Memory that each worker needs, depending on how many workers the model is divided among, and memory that
+            each worker has, both from ``elastic_ray.sharded_memory(model, ...)``. The job never runs on too few workers
+            for the model to fit, except after losing workers, which an event reports. None if any number of workers
+            suffices.
 
     Examples:
         >>> from elastic_ray import SchedulingConfig

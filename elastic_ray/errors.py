@@ -107,7 +107,7 @@ class WorkersLostError(WorkerGroupError):
 
     Attributes:
         job: Name of the job.
-        failures: Number of times that all workers were lost.
+        failures: Number of times all workers were lost.
         max_failures: The limit.
         reason: Cause of the last loss.
         worker_failures: Empty, because no worker raised an exception.

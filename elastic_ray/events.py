@@ -128,7 +128,7 @@ class Pause:
             noticed. It includes the step that failed.
         group_s: Time after ``vote_s`` until the new group was formed.
         state_s: Time after ``group_s`` until all ranks in the group had the same state and were ready to train.
-        first_step_s: Duration of the first step after the pause, not included in it; None until known.
+        first_step_s: Duration of the first step after the pause (not part of it); None until known.
     """
 
     vote_s: float = 0.0
@@ -162,8 +162,8 @@ class JobEvent:
         generation: Number of the generation after the event.
         detail: Further JSON-serialisable values (batch sizes, node, rank...). A size change or a failure has
             ``vote_s``, ``group_s`` and ``state_s``, which sum to ``pause_s``. A start has ``start_s``, the time since
-            its processes were started. A restart has ``steps``, the step where it resumes, and ``reached_steps``, the
-            steps reached before.
+            its processes were started. A restart has ``steps``, the step it resumes from, and ``reached_steps``, the
+            step reached before the restart.
 
     Examples:
         >>> from elastic_ray.events import EventKind, JobEvent
@@ -207,7 +207,7 @@ _LARGEST = 1e15
 
 
 def _object(line: str, what: str) -> dict[str, Any]:
-    """Return the JSON object on a line of a run's files; raises ValueError if the line (from any writer) has none."""
+    """Return the JSON object on a line of a run's file (from any writer); raises ValueError if the line has none."""
     try:
         values = load(line)
     except RecursionError:
@@ -272,7 +272,7 @@ class JobStatus:
         goodput: Throughput x statistical efficiency [samples/s]; None before the job's speed model is fitted.
         efficiency: Statistical efficiency (progress per sample) of the current batch M, relative to the initial batch
             M0: (M0 + B) / (M + B), with the gradient noise scale B; None before the speed model is fitted.
-        metrics: The latest metrics that rank 0 reported.
+        metrics: Latest metrics reported by rank 0.
         message: Sentence that says why the job is waiting or has ended; empty while the job trains normally.
         cost_usd: Cost so far [USD], at the prices in the allocator's autoscaling settings; None if prices are unknown.
         note: Warnings while the job runs: a deadline or budget that cannot be met, with the best alternative; workers
@@ -293,20 +293,20 @@ class JobStatus:
         eta_high_s: Likely upper bound of ``eta_s`` [s].
         productive_share: Training time / time since submission (ETTR), 0 to 1; None before any time has passed.
         waiting_s: Part of the time since submission spent waiting for resources [s].
-        starting_s: Part of that time from the start of the job's processes until a group was training [s].
-        pausing_s: Part of that time when group changes, including failures, paused training [s].
+        starting_s: Part of that time spent starting processes, until a group was training [s].
+        pausing_s: Part of that time when training was paused by group changes, including failures [s].
         catching_up_s: Part of that time spent repeating earlier training after restarts [s].
         training_s: Remaining part [s]; the five parts sum to the time since submission.
         last_pause: The last pause, split by phase; None before the first.
-        learning_rate_factor: Factor on the first model's learning rates, from its batch and from policies; None before
-            the first step.
-        gpu_memory_used_bytes: Peak GPU memory held by tensors of any one worker; None if the job uses no GPUs.
+        learning_rate_factor: Factor applied to the first model's learning rates, due to its batch and policies; None
+            before the first step.
+        gpu_memory_used_bytes: Peak GPU memory held by any one worker's tensors; None if the job uses no GPUs.
         gpu_memory_reserved_bytes: Peak GPU memory reserved by any one worker, caches included.
-        memory_bound: Limit on the samples that a worker processes at once, because a worker ran out of memory with
+        memory_bound: Limit on the samples that a worker processes at once, set because a worker ran out of memory with
             more; None if no worker ran out of memory.
-        backend: Backend that carries gradients between the GPUs: ``nccl`` or ``gloo``; empty for one worker.
+        backend: Backend that sends gradients between the GPUs: ``nccl`` or ``gloo``; empty for one worker.
         mfu: Model FLOPs utilisation, 0 to 1; None if the number of operations, or the GPU's peak, is unknown.
-        reports: Number of reports by rank 0, including reports from earlier runs that the job continues.
+        reports: Number of reports from rank 0, including reports in earlier runs that the job continues.
         checkpoint: Path of the reported or automatic checkpoint that a restart would continue from; empty before the
             first.
         trial: Facts about a trial of a sweep; None for any other job.
@@ -379,7 +379,7 @@ class JobStatus:
 
 
 def _with_known(made: type[JobStatus], values: Mapping[str, Any]) -> JobStatus:
-    """Return a status from the fields that this version knows; fields that a different version lacks get defaults."""
+    """Return a status made of the fields that this version knows, with defaults for fields missing from ``values``."""
     known = {each.name for each in dataclasses.fields(made)}
     return made(**{name: value for name, value in values.items() if name in known})
 
@@ -389,13 +389,14 @@ class Report:
     """Report made by one call to ``elastic_ray.report``.
 
     Attributes:
-        index: Number of the report in the run, from 1. A run that continues from a checkpoint also continues the count.
+        index: Number of the report in the run, counting from 1. A run that continues from a checkpoint also continues
+            the count.
         metrics: Metrics as rank 0 reported them.
         checkpoint: Path of the stored checkpoint on the job's storage file system; None if none was reported.
-        workers: Number of workers the job had at the report.
-        epochs_done: Number of epochs completed at the report. The epoch in progress counts if its loops over the data
-            were complete.
-        steps: Number of optimizer steps committed at the report.
+        workers: Number of workers in the job at the time of the report.
+        epochs_done: Number of epochs completed by then. The epoch in progress counts if its loops over the data were
+            complete.
+        steps: Number of optimizer steps committed by then.
 
     Examples:
         >>> from elastic_ray.events import Report

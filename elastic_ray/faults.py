@@ -61,7 +61,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Faults:
-    """Script of faults to inject, each once, at a ``moment`` of a given rank, step and worker id; None matches any.
+    """Script of faults to inject, each once, at a given ``moment``, rank, step and worker id; None matches any.
 
     Examples:
         >>> from elastic_ray.faults import Faults
@@ -74,19 +74,19 @@ class Faults:
     def kill(
         self, *, moment: str, rank: int | None = None, step: int | None = None, worker: str | None = None
     ) -> Faults:
-        """Return the script with a fault added that kills the worker with SIGKILL."""
+        """Return the script plus a fault that kills the worker with SIGKILL."""
         return Faults((*self.script, Fault("kill", moment, rank, step, worker)))
 
     def hang(
         self, *, moment: str, rank: int | None = None, step: int | None = None, worker: str | None = None
     ) -> Faults:
-        """Return the script with a fault added that stops the worker with SIGSTOP: it seems alive but sends nothing."""
+        """Return the script plus a fault that stops the worker with SIGSTOP: it seems alive but sends nothing."""
         return Faults((*self.script, Fault("hang", moment, rank, step, worker)))
 
     def out_of_memory(
         self, *, moment: str, rank: int | None = None, step: int | None = None, worker: str | None = None
     ) -> Faults:
-        """Return the script with a fault added that raises an out-of-memory error in the user's loop."""
+        """Return the script plus a fault that raises an out-of-memory error in the user's loop."""
         return Faults((*self.script, Fault("out_of_memory", moment, rank, step, worker)))
 
 

@@ -44,7 +44,7 @@ def load(text: str | bytes) -> Any:
 
 
 def dumpable(metrics: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the metrics unchanged if :func:`dump` can write them; otherwise with keys as text, values as ``repr``."""
+    """Return the metrics unchanged if :func:`dump` can write them; otherwise with text keys, and values as ``repr``."""
     try:
         dump(dict(metrics))
     except (TypeError, ValueError, RecursionError):  # keys that are no text, or a value that holds itself
@@ -58,7 +58,7 @@ def known_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(kind: type[_Made], values: Mapping[str, Any], what: str, /, **read: Any) -> _Made:
-    """Return the dataclass ``kind`` made of :func:`known_fields` and ``read``; ValueError if ``what`` lacks some."""
+    """Build the dataclass ``kind`` from :func:`known_fields` and ``read``; raises ValueError if ``what`` lacks any."""
     try:
         return kind(**{**known_fields(kind, values), **read})
     except TypeError as error:
@@ -75,7 +75,7 @@ def plain(value: Any) -> Any:
 
 
 def _marked(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Return the value with non-finite numbers, and objects that JSON does not support, replaced."""
+    """Return the value, replacing non-finite numbers and objects that JSON does not support."""
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):

@@ -58,7 +58,7 @@ def seal_error(error: BaseException, *, rank: int, node: str) -> Raised:
 
 
 def pickled_error(error: BaseException) -> bytes | None:
-    """Return the exception pickled, or None if it cannot be pickled and unpickled (for example, if it holds a lock)."""
+    """Return the pickled exception, or None if it cannot be pickled and unpickled (for example, if it holds a lock)."""
     try:
         pickled = _dumps(error)
         pickle.loads(pickled)

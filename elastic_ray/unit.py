@@ -26,7 +26,7 @@ class Unit:
 
     Raises:
         TypeError: A size is not a whole number.
-        ValueError: A size is below 1, a dimension has another name, or there are no dimensions.
+        ValueError: A size is below 1, a dimension has an unknown name, or there are no dimensions.
 
     Examples:
         >>> from elastic_ray import Unit
@@ -55,11 +55,11 @@ class Unit:
 
     @property
     def shards(self) -> int:
-        """Number of equal parts (shards) into which the unit's samples are divided."""
+        """Number of equal parts (shards) that the unit's samples are divided into."""
         return math.prod(size for name, size in zip(self.names, self.sizes, strict=True) if name in _OWN_SAMPLES)
 
     def shard_of(self, position: int) -> int:
-        """Return the index of the part of the unit's samples that the worker at `position` (0-based) reads."""
+        """Return the index of the part of the unit's samples read by the worker at `position` (0-based)."""
         found, stride = 0, 1
         for name, size in reversed(list(zip(self.names, self.sizes, strict=True))):
             position, place = divmod(position, size)
@@ -81,9 +81,9 @@ class UnitPlace:
     """Position of a worker process in its unit (fixed group of workers that start and end together).
 
     Attributes:
-        names, sizes: Names and sizes of the dimensions of the unit's mesh.
-        shard, shards: Index of the part of the unit's samples that the worker reads, and the number of parts.
-        store: File through which the unit's workers find each other; empty if they are on several nodes.
+        names, sizes: Names and sizes of the unit's mesh dimensions.
+        shard, shards: Index of the worker's part of the unit's samples, and the number of parts.
+        store: File that the unit's workers use to find each other; empty if they are on several nodes.
     """
 
     position: int
@@ -103,10 +103,10 @@ class UnitPlace:
         return max(batch_size - batch_size % self.shards, self.shards)
 
     def share(self, batch_size: int, samples: int | None, *, drop_last: bool) -> tuple[int, int]:
-        """Return the index of the part of the unit's samples that the worker reads, and the number of parts.
+        """Return the index of the worker's part of the unit's samples, and the number of parts.
 
         Args:
-            samples: Number of samples in the dataset; None if it has no length, or yields whole batches.
+            samples: Number of samples in the dataset; None if the dataset has no length or yields whole batches.
             drop_last: True if a short last step is left out. The dataset then need not divide equally.
 
         Raises:
@@ -128,7 +128,7 @@ class UnitPlace:
 
 
 def place_in(unit: Unit | int, position: int, store: str) -> UnitPlace:
-    """Return the place of the worker at `position` in the unit, whose workers find each other through ``store``."""
+    """Return the place of the worker at `position` in a unit whose workers find each other through ``store``."""
     if isinstance(unit, int):
         return UnitPlace(position=position, names=(UNNAMED,), sizes=(unit,), shard=0, shards=1, store=store)
     return UnitPlace(
@@ -147,11 +147,11 @@ def process_names(worker: str, unit: int) -> tuple[str, ...]:
 
 
 def nodes_of(place: str, unit: int) -> tuple[str, ...]:
-    """Return the node of each of a worker's ``unit`` processes; ``place`` names one node or several, ``n1*4+n2*2``."""
+    """Return the nodes a worker's ``unit`` processes run on; ``place`` names one node or several, ``n1*4+n2*2``."""
     here = parts(place)
     return (place,) * unit if len(here) == 1 else tuple(node for node, count in here.items() for _ in range(count))
 
 
 def worker_of(process: str) -> str:
-    """Return the name of the worker to which a process belongs."""
+    """Return the name of the worker that a process belongs to."""
     return process.partition(".")[0]

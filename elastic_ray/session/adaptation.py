@@ -33,7 +33,7 @@ class Adaptation:
     """Adaptation of one run by its policies.
 
     Args:
-        sizes: Smallest and largest number of workers of the job; None if the group cannot change.
+        sizes: Smallest and largest number of workers in the job; None if the group cannot change.
     """
 
     def __init__(self, run: Run, sizes: tuple[int, int] | None) -> None:
@@ -44,7 +44,7 @@ class Adaptation:
         self._coming: tuple[tuple[float, int], ...] | None = None  # None where that is to be found out again
 
     def add(self, policies: Iterable[Policy]) -> None:
-        """Add policies to the run. Raises PolicyError: The state of a policy is not plain."""
+        """Add policies to the run. Raises PolicyError if a policy's state is not plain."""
         self.runner.add(policies)
         if self.runner and not self.active:
             self.active = True
@@ -54,7 +54,7 @@ class Adaptation:
     def register(self, states: SharedState) -> None:
         """Register the policies' state, to be sent to joining ranks and rolled back with a lost step.
 
-        Raises PolicyError: A policy's state cannot be sent to other ranks.
+        Raises PolicyError if a policy's state cannot be sent to other ranks.
         """
         if self.runner:
             self.runner.check_plain()
@@ -80,7 +80,7 @@ class Adaptation:
 
     @property
     def _first_batch(self) -> int | None:
-        """Global batch with which the policies let the run start; None if the job chooses it."""
+        """Global batch that the policies set for the start of the run; None if the job chooses it."""
         info = self._run.registry.loaders.info
         if info is None or info.limits.one_size or info.limits.per_worker or not self.runner.starts_at_initial:
             return None
@@ -127,7 +127,7 @@ class Adaptation:
     def after_step(self, step: LoaderStep, samples: int) -> None:
         """Apply the requests agreed on with a committed training step, and call the policies' ``after_step``.
 
-        Raises PolicyError: A strict policy failed; raised on every rank.
+        Raises PolicyError on every rank if a strict policy failed.
         """
         values, watched, workers = self.runner.values, self.runner.watched, self._run.meter.workers
         if workers:

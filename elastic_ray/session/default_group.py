@@ -95,7 +95,7 @@ _UNITS: list[UnitGroup] = []  # the one whose group the default group is
 
 
 def _accept(module: Any) -> None:
-    """Patch torch so that initialising or destroying the default group does nothing if it is the job's."""
+    """Patch torch so that initialising or destroying the default group does nothing if that group is the job's."""
     core: Any = module.distributed_c10d
 
     def init_process_group(*args: Any, **options: Any) -> None:

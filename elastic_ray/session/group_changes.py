@@ -1,4 +1,4 @@
-"""SHELL: changes of group and batch, and collectives of the train function that survive such changes."""
+"""SHELL: changes of group and batch, and the train function's collectives, which survive such changes."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _LONGEST_WAIT = 1000
 class GroupChanges:
     """Changes of this rank from one group to the next, and from one batch shape to another.
 
-    Every method returns in a group, or raises ``WorkerDismissed`` or ``LostGroupError``.
+    Each method leaves this rank in a group, or raises ``WorkerDismissed`` or ``LostGroupError``.
 
     Args:
         adaptation: The user's policies, whose batch takes precedence.
-        results: Results of user code's own collectives, which are sent to ranks that are behind in a new group.
+        results: Results of user code's own collectives; in a new group, they are sent to ranks that are behind.
         explain: Returns why a collective failed in a group that cannot change, given the collective's own error.
     """
 
@@ -62,7 +62,7 @@ class GroupChanges:
     def join(self, *, timeout_s: float) -> None:
         """Join a group for the first time, waiting up to ``timeout_s`` [s] for a group.
 
-        Raises WorkerDismissed: The job ended or shrank before this worker joined.
+        Raises WorkerDismissed if the job ended or shrank before this worker joined.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -81,7 +81,7 @@ class GroupChanges:
         Args:
             can_switch: Returns True if a group of a given size may start at this point.
 
-        Raises WorkerDismissed: This worker leaves, or the job stops.
+        Raises WorkerDismissed if this worker leaves or the job stops.
         """
         run, agreed = self._run, self._run.agreed
         if agreed.preempted and not agreed.stop:
@@ -134,9 +134,9 @@ class GroupChanges:
     def _waits_for_gradients(self) -> bool:
         """True if a planned change must wait, because it would lose gradients that ``no_sync`` has left on each rank.
 
-        Called on every rank. The ranks get the same answer, even if one has skipped an update that others have made.
+        Call this on every rank. All ranks get the same answer, even if one has skipped an update that others have made.
 
-        Raises CommunicationFailedError: The group broke.
+        Raises CommunicationFailedError if the group breaks.
         """
         ranks = float(self._run.registry.gradients_are_local)
         if self._run.group.world_size > 1:
@@ -148,7 +148,7 @@ class GroupChanges:
     def regroup(self, cause: str) -> int:
         """Enter a new group after a failure; return how many loader passes the group's furthest rank has ended.
 
-        Raises CommunicationFailedError: The group cannot change.
+        Raises CommunicationFailedError if the group cannot change.
         """
         if not self._run.elastic:
             raise CommunicationFailedError(self._explain(cause))
@@ -174,7 +174,7 @@ class GroupChanges:
         return self._go_to(spec, communicator)
 
     def _taken(self, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
-        """Return the group with which to continue."""
+        """Return the group to continue with."""
         try:
             return self._membership.await_next(timeout_s=timeout_s)
         except LostGroupError:
@@ -183,7 +183,7 @@ class GroupChanges:
             raise
 
     def _taken_by_unit(self, wishes: UnitWishes, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
-        """Return the same next group on all workers of a unit, even if one missed that a group was called off."""
+        """Return the same next group on all workers in a unit, even if one missed that a group was called off."""
         taken, ended = None, None
         newest = 1
         while True:
@@ -223,7 +223,8 @@ class GroupChanges:
         """Exchange state in a newly formed group until all ranks are bit-identical.
 
         Raises:
-            CommunicationFailedError: The group broke meanwhile. This rank's state is complete, or it has none.
+            CommunicationFailedError: The group broke during the exchange. This rank's state is complete, or it has
+                none.
             ReplicasDifferError: The ranks train on datasets of different lengths, or have built different objects.
         """
         run, registry = self._run, self._run.registry
@@ -245,7 +246,7 @@ class GroupChanges:
         return exchanged.passes
 
     def _set_up(self, spec: GenerationSpec, communicator: Communicator) -> Link:
-        """Set up a group whose ranks hold equal state, and return the proof of that; raises as :meth:`_enter`."""
+        """Set up a group whose ranks hold equal state, and return the proof of that; raises like :meth:`_enter`."""
         run, registry = self._run, self._run.registry
         registry.enter_group()
         run.consensus.enter_group()
@@ -306,7 +307,7 @@ class GroupChanges:
         return link
 
     def _set_shape(self, shape: BatchChoice | None) -> None:
-        """Set another batch shape, unless a policy has set one."""
+        """Set a new batch shape, unless a policy has set one."""
         held = self._adaptation.held_shape() if self._adaptation.active else None
         self._run.set_shape(held or shape)
 
@@ -324,8 +325,8 @@ class GroupChanges:
     def _make_equal(self, *, ends: bool = False) -> None:
         """Make the model identical on all ranks, or adopt another group's model if this group breaks.
 
-        The model can then be saved: by all ranks if each has a part of it, or by the first rank, which receives all of
-        it.
+        The model can then be saved: by all ranks if each holds a part of it, or by the first rank, which receives all
+        of it.
         """
         try:
             self._ready_to_save(ends=ends)
@@ -336,7 +337,7 @@ class GroupChanges:
     def _ready_to_save(self, *, ends: bool) -> None:
         """Prepare the ranks to save in the way they agree on: together, alone or later.
 
-        Raises CommunicationFailedError: The group broke.
+        Raises CommunicationFailedError if the group breaks.
         """
         saving = self._agree_on_saving(ends=ends)
         if saving is Saving.LATER:
@@ -357,7 +358,7 @@ class GroupChanges:
         return True
 
     def _agree_on_saving(self, *, ends: bool) -> Saving:
-        """Agree on how to save; called on every rank. Raises CommunicationFailedError: The group broke."""
+        """Agree on how to save; called on every rank. Raises CommunicationFailedError if the group breaks."""
         registry, group = self._run.registry, self._run.group
         if group.world_size == 1:
             return Saving.ALONE
@@ -398,7 +399,7 @@ class CollectiveResults:
         return self.contents[index] if 0 <= index < len(self.contents) else None
 
     def enter_group(self, communicator: Communicator, progress: RunProgress) -> None:
-        """Exchange recorded results in a new group, so that ranks that are behind get those of a furthest rank."""
+        """Exchange recorded results in a new group, so that ranks that are behind get them from a furthest rank."""
         mine, place = progress.collectives, _place(progress)
         self.start(mine, place)
         rows = communicator.gather_ints([mine, self.first])
@@ -441,12 +442,12 @@ class UserCollectives:
 
         Args:
             what: Name of the collective, for comparison across ranks and for messages.
-            detail: Further facts that must be equal on all ranks.
+            detail: Additional facts that must be equal on all ranks.
             alone: Returns the result for this rank alone: before it has joined, during catch-up, and in a step that is
                 already lost.
 
         Raises:
-            WorkerDismissed: The job ended or shrank meanwhile.
+            WorkerDismissed: The job ended or shrank during the call.
             RanksDisagreeError: The ranks make different calls.
             RuntimeError: This worker joined within code whose results are no longer held by any rank.
         """
@@ -485,7 +486,7 @@ class UserCollectives:
     def _carried_out(
         self, announced: Announced, perform: Callable[[Communicator], bytes], alone: Callable[[], bytes]
     ) -> bytes:
-        """Execute a collective and return its result; raises CommunicationFailedError, RanksDisagreeError."""
+        """Execute a collective and return its result; raises CommunicationFailedError or RanksDisagreeError."""
         self._run.moment("collective")
         if self._run.group.world_size == 1:
             return alone()

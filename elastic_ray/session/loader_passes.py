@@ -1,4 +1,4 @@
-"""SHELL: the passes of a run's loaders; all ranks agree on the end of each step and of each pass."""
+"""SHELL: the passes of a run's loaders; all ranks agree on when each step and each pass ends."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LoaderPasses:
             self._end_left_pass(loader_pass)
 
     def _end_left_pass(self, loader_pass: PassProgress) -> None:
-        """End a pass that another rank has left by ``break``, in a step that was lost after this rank's last one."""
+        """End a pass that another rank has left by ``break``, in a lost step later than this rank's last step."""
         if self._run.ledger.depth == 0 and self._changes.furthest_passes > self._run.states.progress.ended_passes:
             loader_pass.end()
             self._run.states.progress.advance_passes(self._changes.furthest_passes)
@@ -69,14 +69,16 @@ class LoaderPasses:
 
         In a group that replaces a broken one, some ranks may still be within the step that this rank starts again, so
         that their announcements would not match. The facts are then compared at the end of the step. The facts of a
-        pass nested in a step are compared at the end of that pass, with its announcement. Before a round of steps in
-        which no rank waits for another, ranks do not wait for the comparison, but before the round's end.
+        pass nested in a step are compared at the end of that pass, with its announcement. Before a round (steps during
+        which no rank waits for another), ranks do not wait for the comparison until the round ends.
 
-        Returns False if the group broke meanwhile and another one was entered; the step must then be divided again.
+        Returns False if the group broke during the comparison and another one was entered; the step must then be
+        divided again.
 
         Raises:
             ReplicasDifferError: The ranks would use different samples, or a different order; raised on every rank.
-            RanksDisagreeError: Another rank has returned from the train function after as many steps or fewer.
+            RanksDisagreeError: Another rank has returned from the train function after the same number of steps or
+                fewer.
         """
         run = self._run
         depth, generation = run.ledger.depth, run.group.generation
@@ -125,7 +127,7 @@ class LoaderPasses:
         return (leads or run.registry.may_train) and run.group.world_size > 1 and run.registry.drifts
 
     def _start_round(self, step: LoaderStep) -> None:
-        """Start a round of the steps until the models are averaged, or of those left in the pass."""
+        """Start a round: the steps until the models are averaged or the pass ends."""
         run = self._run
         steps = run.registry.round_steps if step.leads else 1
         counts = step.to_come(steps + 1) if step.to_come is not None else ()
@@ -153,7 +155,7 @@ class LoaderPasses:
         return False
 
     def step_of_another(self) -> tuple[int, int] | None:
-        """Return (rank, step number) of a step to execute on behalf of another rank; None if there is none."""
+        """Return (rank, step number) of a step to execute on behalf of another rank; None if there is no such step."""
         if not self._run.shares.active:
             return None
         try:
@@ -183,7 +185,7 @@ class LoaderPasses:
     def enter(self) -> PassProgress:
         """Start this epoch's next loader pass and return its progress; a resumed pass keeps its position.
 
-        Raises RuntimeError: A pass over whole batches is in progress.
+        Raises RuntimeError if a pass over whole batches is in progress.
         """
         self.complete()
         self._run.refuse_in_round("no loader may be iterated", "evaluate after the pass, or between epochs")
@@ -206,7 +208,7 @@ class LoaderPasses:
         """Commit a step whose body has run; if it is lost, enter another group and draw the step's batch again.
 
         Args:
-            loader_pass: The pass to which the step belongs; None for the innermost.
+            loader_pass: The pass that the step belongs to; None for the innermost.
             ends_pass: True if the pass ends with this step. Actions between two steps are then postponed.
             abandoned: True if the loop was left, so that the step cannot be drawn again.
 
@@ -357,7 +359,7 @@ class LoaderPasses:
         return lost.loader_pass.position > lost.position
 
     def _conclude(self, step: LoaderStep, *, trained: bool, ended: StepRound | None = None) -> bool:
-        """Average models after a committed step, and record its time; False if another group was entered meanwhile.
+        """Average models after a committed step, and record its time; False if another group had to be entered.
 
         Args:
             ended: The round that ends with the step; None if the step is committed by itself.
@@ -400,7 +402,7 @@ class LoaderPasses:
             rest: Returns the hashes of the samples that the pass leaves out; None if the pass is not meant to use each
                 of its samples once.
 
-        Raises WorkerDismissed: As in :meth:`edge`.
+        Raises WorkerDismissed in the same cases as :meth:`edge`.
         """
         self._end_left_pass(loader_pass)
         if loader_pass.done:  # another rank has ended it, and this one has taken over its state
@@ -432,7 +434,7 @@ class LoaderPasses:
         self._leave_pass(loader_pass, total, put_off=put_off)
 
     def _agree_on_end(self, loader_pass: PassProgress) -> bool:
-        """Agree that a pass ends, unless its last round's vote has; True if all ranks are known to merge the same."""
+        """Agree that a pass ends, unless its last round's vote did; True if merge layouts are known to be equal."""
         run, depth = self._run, self._run.ledger.depth
         known, self._ends = self._ends, None
         if known is not None and known[0] is loader_pass and known[1] == run.group.generation:
@@ -457,7 +459,7 @@ class LoaderPasses:
         self._run.states.progress.end_pass()
 
     def _leave_pass(self, loader_pass: PassProgress, total: int, *, put_off: bool) -> None:
-        """Leave a pass that all ranks know to have ended."""
+        """Leave a pass that is known on all ranks to have ended."""
         run, facts = self._run, self._run.states.progress.last_pass
         # Told by whichever is rank 0 by now: the rank that was to tell it may be lost.
         if facts and facts["link"] != self._told and run.elastic and run.group.rank == 0:
@@ -489,7 +491,7 @@ class LoaderPasses:
     def _vote(
         self, what: Announced, step: LoaderStep | None = None, plan: DataPlan | MergeLayout | None = None
     ) -> None:
-        """Agree in a separate collective, and add up the contributions to accumulators."""
+        """Agree in a separate collective, and add up all ranks' contributions to accumulators."""
         run = self._run
         added = run.sums.of(run.ledger.depth + 1)
         if step is None or not step.leaves_ranks_idle:
@@ -502,7 +504,7 @@ class LoaderPasses:
             run.states.progress.add_sums(sums if run.unit is None else run.unit.over_shards(sums))
 
     def _add_own(self) -> None:
-        """Give code that this rank runs alone the sums that it alone has added in the step that has ended."""
+        """Count this rank's own contributions to sums in the step that has ended, for code that only this rank runs."""
         depth, progress = self._run.ledger.depth, self._run.states.progress
         for key, sums in self._run.sums.of(depth + 1).items():
             progress.add_sums((key, name, value) for name, value in sums.items())
@@ -510,14 +512,14 @@ class LoaderPasses:
 
     @property
     def _waits(self) -> bool:
-        """True if gradients, or contributions to accumulators, of a step around this one are still to be counted."""
+        """True if gradients, or contributions to accumulators, from a surrounding step have not been counted yet."""
         return self._run.registry.gradients_wait or self._run.sums.wait(self._run.ledger.depth)
 
     def _recover(self, step: LoaderStep, cause: str, *, abandoned: bool) -> None:
         """Recover from a lost step: undo what user code changed in it, and continue with the remaining workers.
 
-        Code that has left a nested loop by ``break`` cannot draw its step again, and a worker that joins cannot come to
-        where that code is: the step around it is drawn again, or given up if its loop was left as well.
+        Code that has left a nested loop by ``break`` cannot draw its step again, and a joining worker cannot reach the
+        position of that code: the surrounding step is drawn again, or given up if its loop was left as well.
         """
         run, ledger = self._run, self._run.ledger
         if abandoned and ledger.abandoned == ledger.depth:
@@ -534,7 +536,7 @@ class LoaderPasses:
         ledger.resume(lost, cause)
 
     def _draw_in_parts(self, step: LoaderStep, *, abandoned: bool) -> None:
-        """Undo a step in which a worker ran out of memory, and draw its batch again in smaller micro-batches."""
+        """Undo a step where a worker ran out of memory, and draw its batch again in smaller micro-batches."""
         run = self._run
         run.agreed.ran_out = False
         run.sums.undo_beyond(run.ledger.depth)
@@ -547,12 +549,12 @@ class LoaderPasses:
             run.notify("warning", _LOST.format(what="ran out of memory", count=step.count))
 
     def _give_up(self, step: LoaderStep | None, cause: str) -> None:
-        """Give up a lost step, and all steps around it, whose loops were left: end the outermost one's pass.
+        """Give up a lost step and all surrounding steps, whose loops were left: end the outermost step's pass.
 
         The outermost step is committed if the model contains its update.
 
         Args:
-            step: The step that was lost; None if it was a pass's end within the steps that were left.
+            step: The step that was lost; None if the end of a pass within the steps that were left was lost.
         """
         run, ledger = self._run, self._run.ledger
         run.sums.undo_beyond(0)
@@ -573,5 +575,5 @@ class LoaderPasses:
         run.notify_once("warning", lost.format(what="was lost", count=count), run.group.generation)
 
     def _regroup(self, cause: str) -> None:
-        """Enter a new group in which others may be through the passes that this rank ends: it runs on by itself."""
+        """Enter a new group, where other ranks may already have ended the passes that this rank ends by itself."""
         self._run.states.progress.advance_passes(self._changes.regroup(cause))

@@ -1,4 +1,4 @@
-"""SHELL: one train function's run in one process: its components, and their order at the end of a step.
+"""SHELL: one run of a train function in one process: its components, and their order when a step ends.
 
 Only the loader's ``__next__`` and the wrapped optimizer's ``step`` may change anything. User code between these calls
 never sees a change of membership, batch size or learning rate.
@@ -45,7 +45,7 @@ class Session:
     """Session of a single run of a train function.
 
     Args:
-        progress: Starting point: the beginning, a checkpoint's resume point, or state kept through a rerun.
+        progress: Starting point: the start, a checkpoint's resume point, or state kept through a rerun.
         saved: States to start with; None for a fresh start.
         elastic: Whether the group may change (then the loop must use ``remaining_epochs_until``).
         explain: Returns why a collective failed in a group that cannot change, given the collective's own error.
@@ -54,8 +54,8 @@ class Session:
         passes, collectives: Passes of the run's loaders; collectives called by user code.
         opening_failed: This run was refused before its first step, or while one of its models was being wrapped.
         in_epochs: The loop uses ``remaining_epochs_until``.
-        replaced: A later run of this process has taken this run's place.
-        optimizers: Watch of optimizers that step without having been wrapped.
+        replaced: A later run in this process has replaced this run.
+        optimizers: Watch for optimizers that step without having been wrapped.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Session:
         return self.run.synced
 
     def fail_opening(self) -> None:
-        """Record that the run failed to start, so that it may be opened again, or replaced by a run of a new model."""
+        """Record that the run failed to start, so that it can be opened again, or replaced by one with a new model."""
         self.opening_failed, self.in_epochs = True, False
         self.registry.loaders.failed = True
 
@@ -146,7 +146,7 @@ class Session:
         return self.run.agreed.preempted and not self.run.agreed.stop
 
     def mark_replaced(self) -> None:
-        """Record that a later run of this process has replaced this run, whose loop cannot continue."""
+        """Record that a later run in this process has replaced this run, whose loop cannot continue."""
         self.replaced = True
 
     def add_policies(self, policies: Sequence[Policy]) -> None:
@@ -204,9 +204,9 @@ class Session:
         self.ledger.start_replay()
 
     def _join_unit(self) -> None:
-        """Act with the other workers of the unit from here on.
+        """Act together with the other workers in the unit from now on.
 
-        Raises ValueError: They have other policies, measurements or strategies.
+        Raises ValueError if they have different policies, measurements or strategies.
         """
         if self.run.wishes is None or self.run.unit is None:
             return
@@ -222,7 +222,7 @@ class Session:
             self.run.meter.join_units(self.run.unit.gather)
 
     def _install_saved(self) -> None:
-        """Adopt the states to start with; an error names the checkpoint from which they come."""
+        """Adopt the states to start with; errors name the checkpoint that they come from."""
         saved, self._saved = self._saved, None
         if saved is None:
             return
@@ -237,7 +237,7 @@ class Session:
             ) from error
 
     def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
-        """Return the states keyed by name, and the progress, from which a rerun of the train function continues.
+        """Return the states, keyed by name, and the progress that a rerun of the train function continues from.
 
         Rolls back the step in progress. Returns None if this worker has not joined, or was interrupted during an
         update.
@@ -250,16 +250,16 @@ class Session:
     def start_epochs(self, epochs: int | None) -> None:
         """Start the loop over remaining epochs; `epochs` is None if the loop counts them itself.
 
-        Raises WorkerDismissed, UnsafeStateError: As in :meth:`sync_point`.
+        Raises WorkerDismissed or UnsafeStateError in the same cases as :meth:`sync_point`.
         """
         self.in_epochs = True
         self.sync_point()
         self.progress.epochs = epochs
 
     def enter_loop(self) -> PassProgress:
-        """Enter the next loader pass of this epoch; a pass that was interrupted continues at its last position.
+        """Enter the next loader pass in this epoch; a pass that was interrupted continues at its last position.
 
-        Raises RuntimeError: The job is elastic, but its loop does not use ``remaining_epochs_until``.
+        Raises RuntimeError if the job is elastic but its loop does not use ``remaining_epochs_until``.
         """
         if not self.synced:
             if self.elastic and not self.in_epochs:
@@ -271,7 +271,7 @@ class Session:
         return self.passes.enter()
 
     def resume_point(self) -> ResumePoint:
-        """Return the resume point of a checkpoint saved now; the current step counts if its update has been applied."""
+        """Return the resume point for a checkpoint saved now; the current step counts if its update was applied."""
         return self.ledger.resume_point(self.registry.models.gain)
 
     def warn_of_early_report(self) -> None:
@@ -285,7 +285,7 @@ class Session:
             )
 
     def count_report(self, *, saves: bool = False) -> int:
-        """Count a call of ``report``, with a checkpoint if ``saves``, and return the call's number in the run."""
+        """Count a call to ``report``, with a checkpoint if ``saves``, and return the call's number in the run."""
         self.run.agreed.wants_comparison |= saves
         if self.rank and self.run.agreed.is_unrecorded():
             self.run.notify_once("warning", UNRECORDED, 0)
@@ -308,7 +308,7 @@ class Session:
 
     @property
     def takes_more(self) -> bool:
-        """True if this rank's largest micro-batch in the step is larger than if all ranks had equally many samples."""
+        """True if this rank's largest micro-batch in the step is larger than with an equal split among ranks."""
         step = self.ledger.outermost
         return step is not None and self.atomic_bsz > step.equal_bsz
 
@@ -374,7 +374,7 @@ class Session:
 
         Raises:
             RuntimeError: The train function never trained through an ``AdaptiveDataLoader``.
-            RanksDisagreeError: Another rank continues training. That rank also detects it, possibly later.
+            RanksDisagreeError: Another rank is still training. That rank also detects this, possibly later.
             ReplicasDifferError: The replicas have diverged in the last steps.
         """
         if not self.synced:

@@ -89,7 +89,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def new_group(self, ranks: Sequence[int], *args: Any, **options: Any) -> DefaultGroup | None:
         """Return a group of all ranks or, for a single rank, of that rank alone; None on ranks not in ``ranks``.
 
-        Raises ValueError: ``ranks`` are several, but not all.
+        Raises ValueError if ``ranks`` contains several ranks, but not all.
         """
         if len(ranks) == self.size():
             return made_group(str(options["group_name"]))
@@ -98,7 +98,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return made_group(str(options["group_name"]), SoloGroup()) if self.rank() in ranks else None
 
     def split_group(self, *args: Any, **options: Any) -> Any:
-        """Raise ValueError: the job's group cannot be split, because all ranks form one group."""
+        """Raise ValueError, because the job's group cannot be split: all ranks form one group."""
         raise ValueError(_SUBGROUP.format(what="split_group()"))
 
     merge_remote_group = split_group
@@ -106,7 +106,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     # -- reductions ----------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> EndedWork:
-        """Reduce tensors over all ranks, in place."""
+        """Reduce tensors across all ranks, in place."""
         op, tensors = _op_of(opts), _listed(tensors)
         for tensor in tensors:
             _put([tensor], self._reduced("all_reduce", tensor, op))
@@ -115,7 +115,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> EndedWork:
-        """Reduce tensors of all ranks onto rank ``opts.rootRank``, in place."""
+        """Reduce tensors from all ranks onto rank ``opts.rootRank``, in place."""
         self._check_root("reduce", opts.rootRank)
         for tensor in tensors:
             found = self._reduced("reduce", tensor, _op_of(opts), root=opts.rootRank)
@@ -124,7 +124,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork(tensors)
 
     def _reduced(self, what: str, tensor: Tensor, op: Any, *, root: int = 0) -> list[Tensor]:
-        """Return the reduction over all ranks."""
+        """Return the reduction across all ranks."""
         name = _check_reduces(what, tensor, op)
 
         def perform(communicator: Communicator, device: Any) -> list[Tensor]:
@@ -140,7 +140,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> EndedWork:
-        """Reduce one tensor per rank over all ranks; each rank receives the result for its own tensor."""
+        """Reduce one tensor per rank across all ranks; each rank receives the result for its own tensor."""
         for output, given in zip(outputs, inputs, strict=True):
             self._check_places("reduce_scatter", given)
             flat = torch.cat([each.reshape(-1) for each in given])
@@ -149,7 +149,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork(outputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> EndedWork:
-        """Reduce one tensor over all ranks, divided into equal parts by rank; each rank receives its own part."""
+        """Reduce one tensor across all ranks, divided into equal parts by rank; each rank receives its own part."""
         self._scattered("reduce_scatter", output, tensor.reshape(-1), [output.numel()] * self.size(), _op_of(opts))
         return EndedWork([output])
 
@@ -158,7 +158,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> EndedWork:
-        """Reduce several tensors over all ranks; of each tensor, every rank receives its own part."""
+        """Reduce several tensors across all ranks; each rank receives its own part of each tensor."""
         for output, tensor in zip(outputs, tensors, strict=True):
             self.reduce_scatter_single(output, tensor, opts)
         return EndedWork(outputs)
@@ -166,7 +166,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def _scattered(self, what: str, output: Tensor, flat: Tensor, sizes: Sequence[int], op: Any) -> None:
-        """Reduce a flat tensor over all ranks, and put this rank's part into ``output``."""
+        """Reduce a flat tensor across all ranks, and copy this rank's part into ``output``."""
         if sum(sizes) != flat.numel():
             raise RuntimeError(_SIZES.format(what=what, prepared=flat.numel() // max(1, sizes[0]), present=self.size()))
         if output.numel() != sizes[self.rank()]:
@@ -207,7 +207,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> EndedWork:
-        """Gather several tensors of every rank; each output is concatenated in rank order."""
+        """Gather several tensors from every rank; each output is concatenated in rank order."""
         for output, tensor in zip(outputs, tensors, strict=True):
             self.all_gather_single(output, tensor)
         return EndedWork(outputs)
@@ -349,23 +349,23 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Any:
-        """Raise ValueError: in a step that is drawn again, another rank could be the first to send."""
+        """Raise ValueError, because another rank could be the first to send if the step is drawn again."""
         raise ValueError("torch.distributed.recv() needs src= in a job whose group changes: name the rank that sends")
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def _may_have_shrunk(self) -> bool:
-        """True between steps, where a rank can be lost after the caller has asked for the size."""
+        """True between steps, when a rank can be lost after the caller has asked for the size."""
         session = session_of_thread()
         return session is not None and session.run.group.generation > 0 and not session.run.ledger.depth
 
     def _check_root(self, what: str, root: int) -> None:
-        """Raise ValueError unless there is such a rank."""
+        """Raise ValueError unless rank ``root`` exists."""
         if not 0 <= root < self.size() and not (root >= 0 and self._may_have_shrunk()):
             raise ValueError(f"{what} names rank {root}, but the present ranks are 0 to {self.size() - 1}")
 
     def _check_places(self, what: str, places: Sequence[Any], tensor: Tensor | None = None) -> None:
-        """Raise RuntimeError or ValueError unless a list has a tensor for each rank, of the size of `tensor`."""
+        """Raise RuntimeError or ValueError unless a list has one tensor per rank, each as large as `tensor`."""
         size, count = self.size(), len(places)
         if count < size or (count > size and not self._may_have_shrunk()):
             raise RuntimeError(_SIZES.format(what=what, prepared=count, present=size))
@@ -456,7 +456,7 @@ class Transfer(EndedWork):
             self._come()
 
     def is_completed(self) -> bool:
-        """True once the transfer has been waited for."""
+        """True once :meth:`wait` has been called for the transfer."""
         return self._begun is None
 
     def _tried(self, act: Callable[[], Any]) -> Any:
@@ -488,7 +488,7 @@ def _session() -> Session:
 def _of_bytes(content: bytes) -> Any:
     """Return a recorded result, preceded by the size of the group that produced it.
 
-    Raises RuntimeError: The other ranks made a different collective at this point.
+    Raises RuntimeError if the other ranks called a different collective at this point.
     """
     found = from_bytes(content)
     if not isinstance(found, list) or not found or not isinstance(found[0], int):
@@ -497,7 +497,7 @@ def _of_bytes(content: bytes) -> Any:
 
 
 def _put(places: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Copy results to the user's tensors; if the group has shrunk meanwhile, the last result fills the rest.
+    """Copy results to the user's tensors; if the group has shrunk since, the last result fills the rest.
 
     As in torch's own groups, autograd does not count the copy as a modification of saved tensors.
     """
@@ -543,10 +543,10 @@ def _check_reduces(what: str, tensor: Tensor, op: Any) -> str:
 
 
 def _check_splits(splits: Sequence[int], communicator: Communicator) -> None:
-    """Raise RanksDisagreeError on all ranks unless each expects what is sent to it.
+    """Raise RanksDisagreeError on all ranks unless each rank expects exactly what it is sent.
 
     Args:
-        splits: Rows that this rank sends to each, rows that it expects from each, and the sizes of both kinds of rows.
+        splits: Number of rows that this rank sends to each rank, number that it expects from each, and both row sizes.
     """
     world = communicator.world_size
     everywhere = torch.empty(world * len(splits), dtype=torch.int64)

@@ -42,7 +42,7 @@ _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
 
 
 def env_store(rank: int, timeout_s: float) -> Any:
-    """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT``, through which the group forms.
+    """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT``, which the group uses to form.
 
     ``torchrun``'s agent hosts a store and sets ``TORCHELASTIC_USE_AGENT_STORE`` to indicate this. Under ``srun``,
     ``mpirun`` and similar launchers there is no agent, so rank 0 hosts the store, on that address only.
@@ -56,7 +56,7 @@ def env_store(rank: int, timeout_s: float) -> Any:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the network through which it reaches ``host``."""
+    """Return this machine's address on the network that it uses to reach ``host``."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing
@@ -132,10 +132,10 @@ class StandaloneController:
         self._post(dataclasses.replace(spec, batch=self._choice))
 
     def failed(self, generation: int, cause: str) -> None:
-        """Do nothing: a fixed group cannot recover, so the session raises the error."""
+        """Do nothing, because a fixed group cannot recover; the session raises the error."""
 
     def switched(self, generation: int, pause: Pause, proof: Link) -> None:
-        """Do nothing: there is no controller to notify."""
+        """Do nothing, because there is no controller to notify."""
 
     def _poll(self, reference: weakref.ref[Session]) -> None:
         """Evaluate measurements at intervals for as long as the session exists."""
@@ -177,7 +177,7 @@ class StandaloneController:
             self._post(BatchProposal(generation=1, batch=self._choice))
 
     def report_soon(self) -> None:
-        """Do nothing: no controller waits for reports."""
+        """Do nothing, because no controller is waiting for reports."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         """Log rank 0's metrics and leave the checkpoint where user code wrote it."""
@@ -186,7 +186,7 @@ class StandaloneController:
         logger.info("epoch %s: %s", resume_point.epoch, shown)
 
     def add_files(self, checkpoint: Any, index: int) -> None:
-        """Do nothing: the checkpoint stays where user code wrote it."""
+        """Do nothing, because the checkpoint stays where user code wrote it."""
 
     def notify(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """Log a message for the user."""
@@ -249,7 +249,7 @@ def standalone_session() -> Session:
 
 
 def own_gpu(local_rank: int, chosen: int, count: int) -> int:
-    """Return the index of the GPU that this process uses: the chosen one, else ``local_rank`` modulo ``count``."""
+    """Return the index of the GPU that this process uses: the chosen GPU, else ``local_rank`` modulo ``count``."""
     return chosen or local_rank % count
 
 
@@ -317,12 +317,12 @@ class Departures:
         self._process = os.getpid()
 
     def use(self, store: Any) -> None:
-        """Use ``store``, through which the group is about to form, and publish this rank's departure there at exit."""
+        """Use ``store``, where the group is about to form, and publish this rank's departure there at exit."""
         self._store = store
         atexit.register(self._leave)
 
     def explain(self, cause: str) -> str:
-        """Return why a collective has failed: the rank that left, if known, else the given ``cause``."""
+        """Return why a collective failed: the rank that left, if known, otherwise the given ``cause``."""
         self._follows = True
         if self._store is None:
             return cause
@@ -339,7 +339,7 @@ class Departures:
         return f"{who} has left without a word: its process was killed, or its machine is gone"
 
     def _leave(self) -> None:
-        """Publish why this rank leaves the group, unless it ends because another has left."""
+        """Publish why this rank leaves the group, unless it ends because another rank has left."""
         if os.getpid() != self._process:
             return  # a child that was forked
         if not self._follows:

@@ -45,19 +45,19 @@ class SparseIndex:
 
 
 def too_deep(where: str) -> NotPlainError:
-    """Return the error for a value, at the path ``where``, that is nested too deeply."""
+    """Return the error for a value at the path ``where`` that is nested too deeply."""
     return NotPlainError(f"{where[:80]}... is nested deeper than {DEEPEST} levels, or holds itself")
 
 
 def encode(value: Any) -> bytes:
-    """Return a plain value as bytes. Raises NotPlainError: The value contains a type that is not plain."""
+    """Return a plain value as bytes. Raises NotPlainError if the value contains a type that is not plain."""
     out = bytearray()
     _write(out, value, "", 0)
     return bytes(out)
 
 
 def decode(data: bytes) -> Any:
-    """Return the value that :func:`encode` wrote. Raises ValueError: The bytes are malformed."""
+    """Return the value that :func:`encode` wrote. Raises ValueError if the bytes are malformed."""
     reader = _Reader(data)
     try:
         value = reader.value(0)
@@ -74,7 +74,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """Return the dtype of a name, as from :func:`dtype_name`. Raises ValueError: Torch has no such dtype."""
+    """Return the dtype for a name from :func:`dtype_name`. Raises ValueError if torch has no such dtype."""
     found = getattr(torch, name, None) if isinstance(name, str) and _NAME.fullmatch(name) else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"not a plain value: torch has no type {name!r}")

@@ -36,12 +36,12 @@ class Facts:
         return json.dumps(self.facts).encode()
 
     def difference(self, communicator: Communicator, fingerprints: Sequence[int]) -> str:
-        """Return an error text on how the ranks' facts differ; empty if they agree. Call this on every rank.
+        """Return an error message on how the ranks' facts differ; empty if they agree. Call this on every rank.
 
         Args:
             fingerprints: Fingerprint of each rank's facts; 0 for a rank without facts.
 
-        Raises CommunicationFailedError: The group broke meanwhile.
+        Raises CommunicationFailedError if the group breaks during the call.
         """
         known = [value for value in fingerprints if value]
         if len(set(known)) <= 1:
@@ -64,13 +64,13 @@ class Facts:
 
 
 def common_rank(fingerprints: Sequence[int], joined: Sequence[bool]) -> int:
-    """Return the first rank with the most common fingerprint except 0, preferring ranks that did not just join."""
+    """Return the first rank with the most common nonzero fingerprint, preferring ranks that have not just joined."""
     known = [rank for rank, value in enumerate(fingerprints) if value]
     return min(known, key=lambda rank: (joined[rank], -fingerprints.count(fingerprints[rank]), rank))
 
 
 def differing(ones: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
-    """Return the names of facts that differ between two ranks; None equals anything, floats are equal within 1 %."""
+    """Return the names of facts that differ between two ranks; None matches anything, and floats match within 1 %."""
     return [name for name in dict.fromkeys([*ones, *others]) if not _alike(ones.get(name), others.get(name))]
 
 
@@ -92,7 +92,7 @@ def _described(
     others: tuple[Sequence[int], Mapping[str, Any]],
     joined: Sequence[bool],
 ) -> str:
-    """Return a clause with the values on one rank and on the others, noting if one of those has just joined."""
+    """Return a clause with the values on one rank and on the others, and whether the first of those has just joined."""
     (first, mine), (ranks, theirs) = ones, others
     told = [
         f"{name} is {_fact(mine.get(name))} on rank {first} and {_fact(theirs.get(name))} on rank {ranks[0]}"
@@ -134,7 +134,7 @@ def packed(layout: Mapping[str, str]) -> bytes:
 
 
 def difference(layouts: Mapping[int, bytes]) -> str:
-    """Return an error text on how the layouts of two ranks differ."""
+    """Return an error message on how two ranks' layouts differ."""
     (one, ones), (other, others) = ((rank, json.loads(text)) for rank, text in sorted(layouts.items()))
     names = [name for name in dict.fromkeys([*ones, *others]) if ones.get(name) != others.get(name)]
     told = [
@@ -148,13 +148,13 @@ def difference(layouts: Mapping[int, bytes]) -> str:
 
 
 def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
-    """Check that all ranks have datasets of the same length, whose samples they divide by position.
+    """Check that all ranks have datasets of the same length, because they divide the samples by position.
 
     Args:
-        samples: Samples per epoch of each rank; below 0 if the rank does not know them.
+        samples: Samples per epoch on each rank; negative if unknown to the rank.
         joins: ``joins[r]`` is True if rank r is joining; empty if unknown.
 
-    Raises ReplicasDifferError: Two ranks know different lengths.
+    Raises ReplicasDifferError if any two known lengths differ.
     """
     known = {rank: count for rank, count in enumerate(samples) if count >= 0}
     one = next(iter(known), 0)
@@ -170,15 +170,15 @@ def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
 
 
 class DataPlan(Facts):
-    """Facts about the data of a loader pass, which must be equal on all ranks."""
+    """Facts about a loader pass's data that must be equal on all ranks."""
 
     __slots__ = ()
 
     def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
-        """Compare the fingerprints that all ranks have announced; 0 stands for an unknown one.
+        """Compare the fingerprints announced by all ranks; 0 means unknown.
 
         Raises:
-            CommunicationFailedError: The group broke meanwhile.
+            CommunicationFailedError: The group broke during the call.
             ReplicasDifferError: The facts differ; raised on every rank.
         """
         if text := self.difference(communicator, fingerprints):
@@ -188,7 +188,7 @@ class DataPlan(Facts):
 
 
 class MergeLayout:
-    """Layout of the tensors that replicas will merge, compared so that ranks that hold the same only add them up.
+    """Layout of the tensors that replicas will merge; if it is the same on all ranks, they only add up the tensors.
 
     Attributes:
         fingerprint: Digest of the layout.
@@ -201,7 +201,7 @@ class MergeLayout:
         self.fingerprint, self.alike = fingerprint, False
 
     def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
-        """Compare the fingerprints that all ranks have announced; layouts may differ."""
+        """Compare the fingerprints announced by all ranks; layouts may differ."""
         self.alike = len(set(fingerprints)) == 1
 
 
@@ -209,9 +209,9 @@ def check_ends(fingerprints: Sequence[int]) -> None:
     """Check that all ranks hold the same parameters after the last epoch.
 
     Args:
-        fingerprints: Fingerprint of each rank's parameters; 0 for a rank without one.
+        fingerprints: Fingerprint of each rank's parameters; 0 if a rank has none.
 
-    Raises ReplicasDifferError: The fingerprints differ.
+    Raises ReplicasDifferError if the fingerprints differ.
     """
     known = {rank: value for rank, value in enumerate(fingerprints) if value}
     if len(set(known.values())) > 1:

@@ -1,4 +1,4 @@
-"""Tensors of a captured state of which a rank holds or writes only some elements (torch)."""
+"""Tensors in a captured state when a rank holds or writes only some of their elements (torch)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Path = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Stand-in, in a tree of states, for a tensor of which this rank writes a part.
+    """Stand-in, in a tree of states, for the part of a tensor that this rank writes.
 
-    Raises ValueError: A piece has another dtype, or exceeds the tensor.
+    Raises ValueError if a piece has a different dtype from the tensor or exceeds its bounds.
     """
 
     shape: tuple[int, ...]  # of the whole tensor
@@ -47,23 +47,23 @@ class Pieces:
 
 @runtime_checkable
 class WrittenInParts(Protocol):
-    """State of a model that all ranks write together, each rank its part."""
+    """Model state that all ranks write together, with each rank writing its own part."""
 
     def capture_part(self, rank: int, world_size: int) -> Any:
         """Return the part that this rank writes, with `Pieces` for tensors that other ranks also write.
 
-        The pieces of all ranks together form the whole state. All other values come from the first rank's tree, and
-        from other ranks' trees if the first has none.
+        Together, the pieces from all ranks form the complete state. All other values are taken from the first rank's
+        tree or, if it lacks them, from the other ranks' trees.
         """
 
 
 def shared_out(tree: Any, rank: int, world_size: int) -> Any:
-    """Return the part that one rank writes of a tree that is identical on all ranks.
+    """Return the part of a tree, identical on all ranks, that one rank writes.
 
     Rows (elements along the first dimension) of each tensor are divided evenly. A tensor with fewer rows than ranks is
     written by a single rank; such tensors are assigned to the ranks in turn.
 
-    Returns the tree with `Pieces` instead of tensors. On all ranks but the first, it contains nothing else.
+    Returns the tree with `Pieces` in place of tensors. On all ranks but the first, it contains nothing else.
     """
     count = 0
 
@@ -105,16 +105,16 @@ def only_pieces(tree: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class NamedPieces:
-    """`Pieces` with the path of their tensor in the tree of all states."""
+    """`Pieces` with the path of their tensor in the tree that holds all states."""
 
     path: Path
     pieces: Pieces
 
 
 def split_tree(tree: Any) -> tuple[Any, list[NamedPieces]]:
-    """Split a tree into its tensors and a skeleton, in which indices replace the tensors.
+    """Split a tree into its tensors and a skeleton with indices in place of the tensors.
 
-    Raises NotPlainError: The tree is nested too deeply, or contains itself.
+    Raises NotPlainError if the tree is nested too deeply or contains itself.
     """
     found: list[NamedPieces] = []
 

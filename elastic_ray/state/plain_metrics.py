@@ -23,7 +23,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     numbers become (nested) lists. The total size as JSON is limited to 256 KiB.
 
     Raises:
-        TypeError: A value, or a key of a dict, has another type; the message names it.
+        TypeError: A value, or a key of a dict, has an unsupported type; the message names it.
         ValueError: The metrics are too large or too deeply nested, or contain themselves.
     """
     return _dict(metrics, "metrics", 0, _Budget())

@@ -31,7 +31,7 @@ class Link:
 
     @classmethod
     def after(cls, before: int, facts: Mapping[str, Any]) -> Link:
-        """Return the link with ``facts`` that continues the chain after link number ``before`` (0: starts it)."""
+        """Return the link with ``facts`` that continues the chain after link number ``before`` (0 starts a chain)."""
         told = f"{before} {dump(dict(facts), sort_keys=True)}".encode()
         number = int.from_bytes(hashlib.blake2b(told, digest_size=_LINK_BYTES).digest(), "big") or 1
         return cls(before=before, link=number, facts=facts)
@@ -51,7 +51,7 @@ def sample_hashes(indices: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[An
 
 
 def hash_of_all(samples: int) -> int:
-    """Return the sum of the hashes of indices 0 to ``samples`` - 1, modulo 2^32."""
+    """Return the sum of the index hashes for indices 0 to ``samples`` - 1, modulo 2^32."""
     total = 0
     for begin in range(0, samples, _CHUNK):
         hashes = sample_hashes(np.arange(begin, min(begin + _CHUNK, samples), dtype=np.int64))
@@ -69,7 +69,7 @@ class PassProgress:
     hashed: int | None = 0
 
     def advance(self, samples: int, hashes: int | None = None) -> None:
-        """Count a committed step of ``samples`` samples; ``hashes`` sums their index hashes, None if unknown."""
+        """Count a committed step with ``samples`` samples; ``hashes`` sums their index hashes (None: unknown)."""
         self.position += samples
         self.hashed = None if self.hashed is None or hashes is None else (self.hashed + hashes) & BITS
 
@@ -130,12 +130,12 @@ class RunProgress:
 
     @property
     def in_last_epoch(self) -> bool:
-        """True if the loop has declared its number of epochs and the current one is the last."""
+        """True if the loop has declared its number of epochs and the current epoch is the last."""
         return self.epochs is not None and self.epoch + 1 >= self.epochs
 
     @property
     def place_in_epochs(self) -> int:
-        """Epoch and number of its first passes that have ended, as one number that only grows."""
+        """Epoch and number of passes ended before its first unfinished pass, as one number that only increases."""
         return self.epoch << 20 | next((n for n, each in enumerate(self.passes) if not each.done), len(self.passes))
 
     def end_epoch(self) -> None:
@@ -155,7 +155,7 @@ class RunProgress:
             self.collectives_before = self.collectives
 
     def discard_passes(self, ordinal: int) -> None:
-        """Discard the epoch's passes from number `ordinal` on, nested in a step that has ended or is lost."""
+        """Discard the epoch's passes from number `ordinal` on, which are nested in an ended or lost step."""
         del self.passes[ordinal:]
 
     def commit(self, generation: int) -> None:
@@ -178,11 +178,11 @@ class RunProgress:
             self.tokens_per_sample = mean
 
     def count_optimizers(self, stepped: int, samples: int = 0) -> None:
-        """Set the number of optimizers that have stepped in the current step, and its samples; 0 if they are unused."""
+        """Set the number of optimizers that have stepped in the current step, and its samples; 0 samples if unused."""
         self.optimizers_stepped, self.stepped_samples = stepped, samples
 
     def end_pass(self) -> None:
-        """Count the end of a pass that all ranks have agreed on."""
+        """Count a pass as ended, as agreed by all ranks."""
         self.ended_passes += 1
         self.collectives_before = self.collectives
 
@@ -197,7 +197,7 @@ class RunProgress:
         self.collectives_before = self.collectives
 
     def count_collective(self) -> None:
-        """Count a collective of user code, which has received the result."""
+        """Count a collective whose result user code has received."""
         self.collectives += 1
         self.meeting = False
 
@@ -209,7 +209,7 @@ class RunProgress:
     def bound_memory(self, failed: int) -> None:
         """Bound the samples processed at once, after a worker ran out of memory with ``failed`` samples.
 
-        The bound is half of ``failed`` or, if larger, the largest number known to fit, unless above 90 % of ``failed``.
+        The bound is half of ``failed`` or, if larger, the largest number known to fit, if at most 90 % of ``failed``.
         """
         fits = self.fits if self.fits <= 0.9 * failed else 0
         self.limit_memory(max(1, failed // 2, fits))
@@ -220,13 +220,13 @@ class RunProgress:
             self.memory_bound = bound if self.memory_bound is None else min(bound, self.memory_bound)
 
     def add_sums(self, added: Iterable[tuple[tuple[int, int], str, float]]) -> None:
-        """Add contributions of all ranks, given as (accumulator key, name, value), to the sums."""
+        """Add contributions from all ranks, given as (accumulator key, name, value), to the sums."""
         for key, name, value in added:
             sums = self.sums.setdefault(key, {})
             sums[name] = sums.get(name, 0.0) + value
 
     def keep_sums(self) -> None:
-        """Drop all sums except those of accumulators made in the current epoch, or before the first epoch."""
+        """Drop the sums of all accumulators except those made in the current epoch, or before the first epoch."""
         kept = (-1, self.epoch)
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] in kept}
 
@@ -235,7 +235,7 @@ class RunProgress:
         self.sums[key] = {}
 
     def restore_effects(self, effects: Effects) -> None:
-        """Restore the sums and the number of reports to those of an earlier :meth:`effects`."""
+        """Restore the sums and the number of reports from an earlier result of :meth:`effects`."""
         self.sums, self.reports = effects.sums, effects.reports
 
     def effects(self) -> Effects:
@@ -246,7 +246,7 @@ class RunProgress:
         """Return a copy that counts the current step, of ``count`` samples and this gain, as done.
 
         Args:
-            ordinal: Number of loader passes of the epoch that had started when the step did.
+            ordinal: Number of the epoch's loader passes that had started when the step started.
         """
         done = copy.deepcopy(self)
         done.discard_passes(ordinal)
@@ -260,9 +260,9 @@ class RunProgress:
         return Progress(done=self.done, epoch_ends=tuple(self.epoch_ends), epochs=epochs, stride=self.stride)
 
     def resume_point(self, samples_left: int = 0) -> ResumePoint:
-        """Return the resume point of a checkpoint of this state; ``samples_left`` is stored with it.
+        """Return the resume point for a checkpoint of this state; ``samples_left`` is stored with it.
 
-        If every loader pass of the epoch has ended, a checkpoint of this state resumes at the next epoch.
+        If every loader pass in the epoch has ended, a checkpoint of this state resumes at the next epoch.
         """
         point = self
         if self.passes and all(each.done for each in self.passes):
@@ -311,7 +311,7 @@ class RunProgress:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunProgress:
-        """Return the progress that :meth:`to_state` wrote. Raises TypeError: The state has other fields."""
+        """Return the progress that :meth:`to_state` wrote. Raises TypeError if the state has different fields."""
         names = {_STORED_AS.get(field.name, field.name): field.name for field in dataclasses.fields(cls)}
         values = {names.get(name, name): value for name, value in state.items()}
         return cls(**{**values, "passes": [PassProgress(**each) for each in values["passes"]]})
@@ -326,5 +326,5 @@ class Effects:
 
 
 def in_no_generation(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored state for a new job: without its generation, and with no optimizer step in progress."""
+    """Return a stored state adapted for a new job: without its generation, and with no optimizer step in progress."""
     return {**state, "lineage": 0, _STORED_AS["optimizers_stepped"]: 0}

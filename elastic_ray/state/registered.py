@@ -1,4 +1,4 @@
-"""States that are registered with a run: copies for a step that is lost, and what modules keep beside their tensors."""
+"""States registered with a run: copies to restore after a lost step, and what modules keep besides their tensors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _IN_MEMORY = "io.BytesIO"
 
 
 class Remembered:
-    """Copy of a tree of tensors in memory that is reused for the next copy.
+    """Copy of a tree of tensors, whose memory is reused for the next copy.
 
     ``copy.deepcopy`` returns the same object, because each state has a single copy, for the current step. Before a step
-    that is nested in it, :meth:`moved` keeps that copy.
+    nested in the current one, :meth:`moved` preserves that copy.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Remembered:
         return unpack(copy.deepcopy(self._skeleton), [tensor.clone() for tensor in self._tensors])
 
     def moved(self) -> Remembered:
-        """Return the copy in an object of its own, which the next :meth:`take` leaves alone."""
+        """Return the copy as a separate object, which the next :meth:`take` does not overwrite."""
         kept = Remembered()
         kept._skeleton, kept._tensors, self._tensors = self._skeleton, self._tensors, []
         return kept
@@ -66,7 +66,7 @@ class RegisteredState:
 
     Args:
         target: Object with ``state_dict`` and ``load_state_dict``.
-        warn: Warns the job's user of a state that cannot be sent.
+        warn: Warns the job's user about a state that cannot be sent.
 
     Attributes:
         state: The part of the state that all ranks share.
@@ -97,13 +97,13 @@ class ModuleExtras:
     """Training modes of a ``module``'s submodules, and its state dict beyond parameters and buffers.
 
     The latter consists of extra states (``get_extra_state``, such as FP8 scales) and entries that user classes add
-    themselves. Modules that keep sums with ``add_state``, as metrics do, keep them local to each rank. Submodules are
-    not asked for state that several ranks hold together, such as rows of tables: such state is captured separately, by
-    a call on every rank.
+    themselves. Modules that keep sums with ``add_state``, as metrics do, keep them local to each rank. State that
+    several ranks hold together, such as table rows, is not requested from submodules; it is captured separately, by a
+    call on every rank.
 
     Args:
         sums: Whether sums of metrics are included, because the user has declared that all ranks share them.
-        warn: Warns the job's user of a state that cannot be sent.
+        warn: Warns the job's user about a state that cannot be sent.
     """
 
     in_place = False
@@ -129,7 +129,8 @@ class ModuleExtras:
     def restore(self, tree: Any) -> None:
         """Restore a captured state. Submodules without a captured mode keep their mode.
 
-        Raises RuntimeError: The module lacks a submodule that has a state, or a submodule rejects its state.
+        Raises RuntimeError if the module lacks a submodule that has a captured state, or if a submodule rejects its
+        state.
         """
         parts = dict(self._module.named_modules())
         if unknown := {*tree["states"], *tree["sums"]} - parts.keys():
@@ -224,7 +225,7 @@ def has_extra_state(part: nn.Module) -> bool:
 
 
 def _keeps_sums(part: nn.Module) -> bool:
-    """True for modules that keep sums like ``torchmetrics.Metric``."""
+    """True if the module keeps sums like ``torchmetrics.Metric``."""
     return isinstance(getattr(part, "_defaults", None), dict) and callable(getattr(part, "add_state", None))
 
 

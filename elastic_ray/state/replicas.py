@@ -1,6 +1,6 @@
-"""Comparison of replicas: checks that all ranks hold bit-identical parameters and train them in the same way.
+"""Comparison of replicas: checks that all ranks hold bit-identical parameters and train them identically.
 
-A fingerprint of the parameters and the way of training is sent with announcements from time to time.
+A fingerprint of the parameters, and of how they are trained, is sent with announcements from time to time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMED = 5
 class Replicas:
     """Wrapped models of one rank, for comparison with the other ranks.
 
-    A check is due depending only on numbers that all ranks share, so that all ranks check at the same point.
+    When a check is due depends only on numbers that all ranks share, so that all ranks check at the same point.
     """
 
     def __init__(self, drift: Callable[[], bool] = lambda: False) -> None:
@@ -42,7 +42,7 @@ class Replicas:
     def add(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Add a model and the optimizer that steps it.
 
-        Raises ValueError: The model shares parameters with a model that was added before.
+        Raises ValueError if the model shares parameters with a previously added model.
         """
         known = {id(p): number for number, other in enumerate(self._modules) for p in other.parameters()}
         for name, p in module.named_parameters():
@@ -57,7 +57,7 @@ class Replicas:
 
     @staticmethod
     def _compared(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """Return the parameters that every rank holds completely, leaving out those of sharded models."""
+        """Return the parameters that every rank holds completely, leaving out sharded models' parameters."""
         return [(name, p) for name, p in module.named_parameters() if not hasattr(p, "to_local")]
 
     def start(self) -> None:
@@ -68,7 +68,7 @@ class Replicas:
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
         """True if the ranks must compare all parameters after ``steps`` steps: after 1, 10 and every 100.
 
-        Also True if ``always`` is True, or at the end of a pass (``at_end``) many steps after the last comparison.
+        Also True if ``always`` is True or, when a pass ends (``at_end``), if the last comparison was many steps ago.
         """
         late = at_end and steps - self._checked >= min(_EVERY, self._checked // _PART_OF_ALL)
         due = always or late or steps in _EARLY or steps % _EVERY == 0
@@ -93,7 +93,7 @@ class Replicas:
             self._left = loader_steps, int.from_bytes(digest.digest(), "big") or 1
 
     def left_at(self, loader_steps: int) -> int:
-        """Return the fingerprint recorded at the end of the loop if that was after ``loader_steps`` steps; else 0."""
+        """Return the fingerprint recorded when the loop ended if that was after ``loader_steps`` steps; otherwise 0."""
         at, fingerprint = self._left
         return fingerprint if at == loader_steps else 0
 
@@ -106,10 +106,10 @@ class Replicas:
         return int.from_bytes(digest.digest(), "big") or 1
 
     def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
-        """Compare the fingerprints that all ranks announced; if they differ, find which tensor differs, together.
+        """Compare the fingerprints announced by all ranks; if they differ, jointly find the tensor that differs.
 
         Raises:
-            CommunicationFailedError: The group broke meanwhile.
+            CommunicationFailedError: The group broke during the call.
             ReplicasDifferError: The replicas differ; raised on every rank.
         """
         if len(set(fingerprints)) == 1:
@@ -143,12 +143,12 @@ class Replicas:
         )
 
     def _named_modules(self) -> list[tuple[str, torch.nn.Module]]:
-        """Return the models with the prefixes of their parameters' names."""
+        """Return the models with their parameter name prefixes."""
         several = len(self._modules) > 1
         return [(f"model {number}: " if several else "", each) for number, each in enumerate(self._modules)]
 
     def _settings(self) -> Facts:
-        """Return facts on how the models are trained: trainable parameters, training modes, options of optimizers."""
+        """Return facts about how the models are trained: trainable parameters, training modes, optimizer options."""
         found: dict[str, Any] = {}
         for (prefix, module), optimizer in zip(self._named_modules(), self._optimizers, strict=True):
             for name, p in module.named_parameters():
@@ -229,7 +229,7 @@ def _fold(values: torch.Tensor) -> torch.Tensor:
 
 
 def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
-    """Return a 40-bit digest of the contents of tensors, in this order; 0 for no tensors.
+    """Return a 40-bit digest of the contents of ``tensors``, in order; 0 without tensors.
 
     Small tensors are folded together, so that a model with many parameters needs few operations.
     """
@@ -251,16 +251,16 @@ def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def different_ranks(told: Sequence[int], joined: Sequence[bool]) -> tuple[int, ...]:
-    """Return the ranks whose digest in ``told`` is not the most common one among ranks that did not just join."""
+    """Return the ranks whose digest in ``told`` differs from the most common among ranks that have not just joined."""
     members = [each for each, late in zip(told, joined, strict=True) if not late] or list(told)
     common = max(set(members), key=lambda value: (members.count(value), -members.index(value)))
     return tuple(rank for rank, value in enumerate(told) if value != common)
 
 
 def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> str:
-    """Return a text that names the first tensor that differs between ranks, and how; called on every rank.
+    """Return a text that says which tensor is the first to differ between ranks, and how; called on every rank.
 
-    Raises CommunicationFailedError: The group broke.
+    Raises CommunicationFailedError if the group breaks.
     """
     names = list(tensors)
     others = next(rank for rank in range(communicator.world_size) if rank not in ranks)
@@ -276,7 +276,7 @@ def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], 
 
 
 def check_alike(ranks: Sequence[int], joined: Sequence[bool], told: str, step: int) -> None:
-    """Raise ReplicasDifferError, with the text ``told``, unless all differing ``ranks`` r have just ``joined[r]``."""
+    """Raise ReplicasDifferError, with the text ``told``, unless all differing ``ranks`` have just ``joined``."""
     if any(not joined[rank] for rank in ranks):
         raise ReplicasDifferError(
             f"all ranks must hold the same state before a group starts, but after {step} steps {told}. Code that "

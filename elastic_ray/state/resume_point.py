@@ -9,7 +9,7 @@ from typing import Any
 
 
 class UnreadableStateError(Exception):
-    """Error raised if the state from which a run should continue cannot be read, or differs from what was written."""
+    """Error raised if the state that a run should continue from cannot be read, or is not as it was written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class ResumePoint:
     def from_json(cls, point: Any) -> ResumePoint | None:
         """Parse the JSON values that :meth:`to_json` returned; None for an empty object.
 
-        Raises ValueError: A field is missing or wrong; the message names it.
+        Raises ValueError if a field is missing or wrong; the message names it.
         """
         if not isinstance(point, Mapping):
             raise ValueError(f"where it stands must be an object, but is {point!r}")
@@ -95,10 +95,10 @@ class StartingPoint:
     """Starting point of a train function's run: its checkpoint, and the first epoch of its code.
 
     Args:
-        checkpoint: Reported checkpoint that the user's code may load; None at the beginning.
-        epoch: Epoch that comes after the checkpoint, by the job's count; 0 without one.
+        checkpoint: Reported checkpoint that the user's code may load; None at the start of a run.
+        epoch: Epoch after the checkpoint, as counted by the job; 0 without a checkpoint.
         others_at: Epoch that the other workers are in, if known; None for a worker that starts with them.
-        has_state: Whether the run has its own state to continue from, which is later than the checkpoint.
+        has_state: Whether the run has its own state to continue from, newer than the checkpoint.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class StartingPoint:
     def first_epoch(self) -> int:
         """Return the first epoch to train, for user code that counts epochs itself.
 
-        Raises RuntimeError: The run can continue only from the checkpoint, but user code has not requested it.
+        Raises RuntimeError if the run can continue only from the checkpoint, but user code has not requested it.
         """
         if self._checkpoint is None:
             return 0
@@ -138,7 +138,7 @@ class StartingPoint:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """Captured states with which a worker starts, from a rerun or an automatic checkpoint."""
+    """Captured states that a worker starts with, from a rerun or an automatic checkpoint."""
 
     states: dict[str, Any]  # from before a rerun in this process, or of an automatic checkpoint
     path: str = ""  # of that automatic checkpoint; empty for a rerun

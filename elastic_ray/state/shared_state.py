@@ -46,7 +46,7 @@ _SAME_STATES = "train_loop_per_worker must register the same state on every work
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """Result of an exchange of state among the ranks of a new group."""
+    """Result of an exchange of state between the ranks in a new group."""
 
     received: bool  # this rank was behind and took over another's state
     passes: int  # ended loader passes of the rank that is furthest (see ``RunProgress.ended_passes``)
@@ -57,7 +57,7 @@ class Exchanged:
 def _named(name: str, what: str) -> Iterator[None]:
     """Name the state in errors from its own code, because user code may have registered many.
 
-    Raises RuntimeError: The state's code raised an error.
+    Raises RuntimeError if the state's code raises an error.
     """
     try:
         yield
@@ -83,7 +83,7 @@ class _Rollback:
     nested: bool  # False if only the outermost step has a snapshot
 
     def snapshot(self, depth: int) -> Any:
-        """Return a copy of the current value, for a step within ``depth`` others."""
+        """Return a copy of the current value, for a step nested in ``depth`` others."""
         if depth and not self.nested:
             return None
         try:
@@ -95,7 +95,7 @@ class _Rollback:
             raise _named_error(self.name, "tell what it is at the beginning of a step", error) from error
 
     def take_back(self, snapshot: Any, depth: int) -> None:
-        """Restore the value of the snapshot of a step within ``depth`` others."""
+        """Restore the value from the snapshot for a step nested in ``depth`` others."""
         if depth and not self.nested:
             return
         with _named(self.name, "go back to the beginning of a step that is lost"):
@@ -120,13 +120,13 @@ class SharedState:
         self._copies = Remembered()  # of all states, as the round in progress found them
 
     def register(self, key: str, state: Stateful) -> None:
-        """Add ``state`` to the states that joining ranks receive. Raises ValueError: The key already exists."""
+        """Add ``state`` to the states that joining ranks receive. Raises ValueError if the key already exists."""
         if key in self._states:
             raise ValueError(f"state names must be unique in a train loop, but {key!r} is registered already")
         self._states[key] = state
 
     def holds(self, target: object) -> bool:
-        """True if user code has registered this object as a state."""
+        """True if user code has registered ``target`` as a state."""
         return any(isinstance(state, DictState) and state.target is target for state in self._states.values())
 
     def register_rollback(
@@ -134,21 +134,21 @@ class SharedState:
     ) -> None:
         """Register small state (schedulers, scalers), captured before each step and restored if that step is lost.
 
-        With ``nested=False`` steps of a loop within a step neither capture nor restore it.
+        With ``nested=False``, steps nested in another step neither capture nor restore it.
         """
         self._rollbacks.append(_Rollback(name or restore.__qualname__, capture, restore, nested))
 
     def check_plain(self) -> None:
         """Check that all states can be sent to another rank.
 
-        Raises UnsafeStateError: A state contains more than tensors and plain values; the message names it.
+        Raises UnsafeStateError if a state contains more than tensors and plain values; the message names it.
         """
         check_plain(self.capture())
 
     def snapshot(self, depth: int = 0) -> None:
-        """Copy the state registered with :meth:`register_rollback`, at the start of a step within ``depth`` others.
+        """Copy the state registered with :meth:`register_rollback`, at the start of a step nested in ``depth`` others.
 
-        Raises RuntimeError: A state cannot be captured; the message names it.
+        Raises RuntimeError if a state cannot be captured; the message names it.
         """
         around = self._snapshots[:depth]
         if around:
@@ -160,9 +160,9 @@ class SharedState:
         self._snapshots = []
 
     def start_round(self) -> None:
-        """Copy all states at the start of a round (local steps committed together), so that it can be undone.
+        """Copy all states at the start of a round (local steps committed together), so that the round can be undone.
 
-        Raises RuntimeError: As in :meth:`snapshot`.
+        Raises RuntimeError in the same cases as :meth:`snapshot`.
         """
         self.snapshot()
         self._copies.take({key: state.capture() for key, state in self._states.items()})
@@ -195,7 +195,7 @@ class SharedState:
     def roll_back(self, depth: int = 0) -> None:
         """Restore the state from :meth:`snapshot` or, within a round, all state from :meth:`start_round`.
 
-        Raises RuntimeError: A state cannot be restored; the message names it.
+        Raises RuntimeError if a state cannot be restored; the message names it.
         """
         if self._before_round is not None and not depth:
             self._undo_round()
@@ -219,8 +219,8 @@ class SharedState:
     def alike(self) -> dict[str, torch.Tensor]:
         """Return the tensors that must be identical on all ranks between two steps, keyed by name.
 
-        These are unsharded parameters and optimizer states. Rows, tiles and slices that differ by rank are left out,
-        and so are buffers, which a pass may change on each rank.
+        These are unsharded parameters and optimizer states. Rows, tiles and slices that differ by rank are left out, as
+        are buffers, which a pass may change on each rank.
         """
         found: dict[str, torch.Tensor] = {}
         for key, state in self._states.items():
@@ -257,7 +257,7 @@ class SharedState:
         return {**trees, **self._position()} if rank == 0 else trees
 
     def _capture_position(self, position: int) -> dict[str, Any]:
-        """Return the states that the worker at this position of a unit writes, with the position in their names."""
+        """Return the states written by the worker at this position in a unit, with the position in their names."""
         trees = {_of_position(key, position): unpack(*pack(each.capture())) for key, each in self._states.items()}
         return {**trees, **self._position()} if position == 0 else trees
 
@@ -271,8 +271,8 @@ class SharedState:
         """Restore the captured states ``trees``, except those in ``skip``.
 
         Raises:
-            RuntimeError: This rank registered a state that is not among the captured ones, or a state cannot be
-                restored. The message names it.
+            RuntimeError: This rank registered a state that was not captured, or a state cannot be restored. The message
+                names it.
             CorruptStateError: The checkpoint that holds the states can no longer be read.
         """
         missing = self._states.keys() - trees.keys()
@@ -290,7 +290,7 @@ class SharedState:
     def resume(self, trees: dict[str, Any], *, loaded: bool) -> None:
         """Continue from ``trees``, captured before a rerun or, if ``loaded``, read from an automatic checkpoint.
 
-        Raises RuntimeError: As in :meth:`install`.
+        Raises RuntimeError in the same cases as :meth:`install`.
         """
         if self._position_in_unit is not None:
             names = {_of_position(key, self._position_in_unit): key for key in self._states}
@@ -299,12 +299,12 @@ class SharedState:
         self.complete, self.loaded = True, loaded
 
     def start_from(self, progress: RunProgress) -> None:
-        """Set the progress from which to start, before the first group."""
+        """Set the progress to start from, before the first group."""
         self._adopt_progress(progress)
 
     @property
     def unique(self) -> bool:
-        """True if losing this worker would lose state: it has more than the checkpoint that it loaded."""
+        """True if losing this worker would lose state, because it has more than the checkpoint that it loaded."""
         return self.complete and not self.loaded
 
     def _adopt_progress(self, progress: RunProgress) -> None:
@@ -321,15 +321,16 @@ class SharedState:
         """Give every rank of a new group an exact copy of the furthest rank's state.
 
         Args:
-            ledger: Ledger of this rank, which leaves a step if other ranks will draw it again or have completed it.
+            ledger: This rank's ledger, which leaves a step if other ranks will draw it again or have completed it.
             replicas: Merges replicas that differ among ranks at the same progress. Before anything is sent, the ranks
-                that hold a state replace it by the mean over the ranks among them that completed the last average.
+                that hold a state replace it with the mean over those that completed the last average.
 
         Raises:
-            CommunicationFailedError: A peer was lost meanwhile. This rank's state is complete, or it has none.
-            UnsafeStateError: A state cannot be sent. If that is so from the start, every rank raises it.
+            CommunicationFailedError: A peer was lost during the exchange. This rank's state is complete, or it has
+                none.
+            UnsafeStateError: A state cannot be sent. If this is known from the start, every rank raises the error.
             ReplicasDifferError: Ranks that all start here have built different objects, or any two ranks train on
-                datasets of different lengths. Every rank raises it.
+                datasets of different lengths. Every rank raises the error.
             RuntimeError: This rank is joining and has registered different states from the others.
         """
         if not self.complete and communicator.world_size > 1:
@@ -382,7 +383,7 @@ class SharedState:
     def _gather_versions(
         self, communicator: Communicator, replicas: Registry, ledger: StepLedger, layout: int, samples: int | None
     ) -> list[list[int]]:
-        """Return how far each rank is, one row a rank, once all are within the same number of nested passes."""
+        """Return each rank's progress, one row per rank, once all are in the same number of nested passes."""
         while True:
             run = self.progress
             depth = ledger.depth_in_group if self.complete else 0  # whoever joins begins with the step around
@@ -438,7 +439,7 @@ class SharedState:
 
 
 def _compare(communicator: Communicator, layout: bytes, digests: Sequence[int]) -> None:
-    """Raise ReplicasDifferError, with the first difference, on all ranks if any two layouts differ."""
+    """Raise ReplicasDifferError on all ranks, naming the first difference, if any two layouts differ."""
     other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
     if other is not None:
         raise ReplicasDifferError(difference({rank: communicator.broadcast_bytes(layout, rank) for rank in (0, other)}))

@@ -33,7 +33,7 @@ _MOST_DIMENSIONS = 64
 
 
 class Stateful(Protocol):
-    """Protocol of an object whose state every rank must share."""
+    """Protocol for objects whose state every rank must share."""
 
     def capture(self) -> Any:
         """Return the state as nested dicts, lists and tuples of tensors and plain values; tensors are not copied."""
@@ -77,7 +77,7 @@ class _Spec:
 
     @classmethod
     def from_plain(cls, told: Any) -> _Spec:
-        """Return the specification that :meth:`to_plain` wrote. Raises ValueError: A peer sent something else."""
+        """Return the specification that :meth:`to_plain` wrote. Raises ValueError if a peer sent anything else."""
         shape, dtype, cuda = told
         if type(shape) is not tuple or len(shape) > _MOST_DIMENSIONS or type(cuda) is not bool:
             raise ValueError(f"no tensor is like {told!r:.80}")
@@ -93,7 +93,7 @@ class UnsafeStateError(TypeError):
 def check_plain(trees: Mapping[str, Any]) -> None:
     """Check that states can be sent to another rank, because they contain only tensors and plain values.
 
-    Raises UnsafeStateError: A state contains other values; the message names it.
+    Raises UnsafeStateError if a state contains other values; the message names it.
     """
     for key, tree in trees.items():
         try:
@@ -109,7 +109,7 @@ def check_plain(trees: Mapping[str, Any]) -> None:
 def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
     """Split a tree into its skeleton, with indices in place of tensors, and the list of its tensors.
 
-    Raises NotPlainError: The tree is nested too deeply, or contains itself.
+    Raises NotPlainError if the tree is nested too deeply or contains itself.
     """
     tensors: list[torch.Tensor] = []
 
@@ -135,9 +135,9 @@ def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
 
 
 def unpack(skeleton: Any, tensors: Sequence[Any]) -> Any:
-    """Return the tree of a skeleton and its tensors, inverting :func:`pack`; stand-ins may replace dense tensors.
+    """Rebuild a tree from its skeleton and tensors, inverting :func:`pack`; stand-ins may replace dense tensors.
 
-    Raises RuntimeError: The tensors do not form a sparse tensor of the skeleton.
+    Raises RuntimeError if the tensors do not form a sparse tensor in the skeleton.
     """
 
     def leaf(index: TensorIndex | SparseIndex) -> Any:
@@ -161,7 +161,7 @@ def _with_leaves(skeleton: Any, leaf: Callable[[TensorIndex | SparseIndex], Any]
 
 
 def _alike(kind: type[Any], values: dict[Any, Any]) -> Any:
-    """Return a mapping of these values, as an OrderedDict or Counter if a scheduler may rely on that (milestones)."""
+    """Return a mapping with these values: an OrderedDict or Counter if a scheduler may rely on that (milestones)."""
     return kind(values) if kind in (collections.OrderedDict, collections.Counter) else values
 
 
@@ -172,7 +172,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def send_state(communicator: Communicator, destination: int, trees: Mapping[str, Any]) -> None:
     """Send captured states to rank ``destination``, which must call :func:`receive_state`.
 
-    Raises UnsafeStateError: A state contains more than tensors and plain values.
+    Raises UnsafeStateError if a state contains more than tensors and plain values.
     """
     check_plain(trees)
     skeletons, tensors = pack(dict(trees))
@@ -203,11 +203,11 @@ def receive_state(
     """Receive the states that :func:`send_state` sent from rank ``source``.
 
     Args:
-        own: Returns, for a key, this rank's captured tree if its tensors may be overwritten in place, else None.
+        own: Returns, for a key, this rank's captured tree if its tensors may be overwritten in place, otherwise None.
 
     Returns the trees, and the keys whose tensors were received in place (which need no restoring).
 
-    Raises CommunicationFailedError: The peer is lost or sent invalid data; no state was adopted.
+    Raises CommunicationFailedError if the peer is lost or sent invalid data; no state is adopted then.
     """
     with communicator.together():
         return _received(communicator, source, own)
@@ -245,7 +245,7 @@ def _received(
 
 
 def _receive_header(communicator: Communicator, source: int) -> tuple[dict[str, Any], list[_Spec]]:
-    """Return skeletons of the states, and the specification of each of their tensors."""
+    """Return the skeletons of the states, and the specification of each tensor."""
     size = torch.zeros(1, dtype=torch.int64)
     communicator.wait_all([communicator.receive(size, source, _TAG)])
     if not 0 < int(size) <= _LARGEST_HEADER_BYTES:
@@ -377,7 +377,7 @@ class OptimizerState:
 
 
 def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
-    """Return optimizer state ``values`` of ``param``, with local parts made DTensors that are divided like it."""
+    """Return optimizer state ``values`` of ``param``, with local parts as DTensors that are divided like ``param``."""
     part = getattr(param, "_local_tensor", None)
     if part is None:
         return values
@@ -414,7 +414,7 @@ _LENGTH_BYTES = 8
 def to_bytes(tree: Any) -> bytes:
     """Return a tree as bytes; tensors are copied to the CPU.
 
-    Raises NotPlainError: The tree contains something other than tensors and plain values.
+    Raises NotPlainError if the tree contains anything other than tensors and plain values.
     """
     skeleton, tensors = pack(tree)
     header = encode((encode(skeleton), [(tuple(tensor.shape), dtype_name(tensor.dtype)) for tensor in tensors]))
@@ -426,7 +426,7 @@ def to_bytes(tree: Any) -> bytes:
 def from_bytes(content: bytes) -> Any:
     """Return the tree that :func:`to_bytes` wrote, with its tensors in new memory on the CPU.
 
-    Raises ValueError: The bytes, which may come from a peer, are not such a tree.
+    Raises ValueError if the bytes, which a peer may have sent, do not encode a tree.
     """
     size = int.from_bytes(content[:_LENGTH_BYTES], "big")
     begin = _LENGTH_BYTES + size
@@ -451,7 +451,7 @@ def from_bytes(content: bytes) -> Any:
 
 
 def on_device_of(tree: Any, own: Any) -> Any:
-    """Return the tree ``tree`` with its tensors moved to the device of the tensors of ``own``."""
+    """Return ``tree`` with its tensors moved to the device that holds the tensors in ``own``."""
     device = next((tensor.device for tensor in pack(own)[1]), torch.device("cpu"))
     if device.type == "cpu":
         return tree

@@ -28,7 +28,7 @@ class UnreadTensor:
     rows_dtype: torch.dtype | None = None  # as what, None for as they are
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> UnreadTensor:
-        """Return the stand-in with another device and dtype for the elements to be read."""
+        """Return the stand-in with a different device and dtype for the elements to be read."""
         return dataclasses.replace(self, device=device, rows_dtype=dtype)
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -47,7 +47,7 @@ class UnreadTensor:
     def read(self) -> Tensor:
         """Read the whole tensor on the CPU.
 
-        Raises CorruptStateError: The tensor has changed since the checkpoint was opened, or cannot be read.
+        Raises CorruptStateError if the tensor has changed since the checkpoint was opened, or cannot be read.
         """
         return self.elements(0, math.prod(self.shape)).view(self.shape)
 
@@ -57,7 +57,7 @@ class UnreadTensor:
 
 
 def read_all(tree: Any) -> Any:
-    """Return a tree with all unread tensors read, each to its device; the same object if there are none."""
+    """Return a tree with all unread tensors read, each to its device; the same object if it has none."""
     if isinstance(tree, UnreadTensor):
         return tree.whole()
     if isinstance(tree, Mapping):

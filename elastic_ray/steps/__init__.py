@@ -1,1 +1,1 @@
-"""Steps of this rank: the step in progress, step times, and which steps count."""
+"""Steps on this rank: the step in progress, step times, and which steps count."""

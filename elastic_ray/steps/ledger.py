@@ -41,7 +41,7 @@ class Replay:
 
     @staticmethod
     def needed(progress: RunProgress) -> bool:
-        """True if other ranks have started a loader pass or collective of the epoch, which this rank must replay."""
+        """True if other ranks have started a loader pass or collective in the epoch that this rank must replay."""
         return bool(progress.passes) or progress.joined_at is not None
 
     def reach_pass(self, ordinal: int) -> bool:
@@ -91,7 +91,7 @@ class StepLedger:
     """Record of one rank's current step: what is committed, and what to undo if the step is lost.
 
     Args:
-        moment: Called with the name of each moment of the run, for scripted faults; None if there are none.
+        moment: Called with the name of each moment in the run, for scripted faults; None without such faults.
     """
 
     def __init__(self, state: SharedState, *, moment: Callable[[str], None] | None = None) -> None:
@@ -126,7 +126,7 @@ class StepLedger:
 
     @property
     def accumulating(self) -> bool:
-        """True if the current micro-step, or one around it, leaves its gradients to a later one of the same step."""
+        """True if the current micro-step, or a surrounding one, leaves its gradients to a later one in the step."""
         outer, step = self.outermost, self.step
         if outer is None or step is None or self.abandoned >= self.depth:
             return False
@@ -134,16 +134,16 @@ class StepLedger:
 
     @property
     def epochs_done(self) -> float:
-        """Number of epochs of data trained on so far, including fractions."""
+        """Number of epochs trained so far, including the completed fraction of the current epoch."""
         step = self.outermost
         fraction = step.loader_pass.position / step.total if step is not None and step.total else 0.0
         return self.state.progress.epoch + fraction
 
     @property
     def initial_steps(self) -> int:
-        """Number of steps at the initial batch size that use as many samples as the current step; 1 outside steps.
+        """Number of steps at the initial batch size with the same number of samples as this step; 1 outside steps.
 
-        Over a pass, these numbers sum to the pass's steps at the initial batch, however the batch changes meanwhile.
+        Over a pass, these numbers sum to the number of steps at the initial batch size, however the batch size changes.
         """
         step = self.outermost
         if step is None or self._counts_one or self.abandoned >= self.depth:
@@ -162,15 +162,15 @@ class StepLedger:
 
     @property
     def accumulator_scope(self) -> int:
-        """Epoch to which an accumulator made now belongs; -1 before the first epoch."""
+        """Epoch that an accumulator made now belongs to; -1 before the first epoch."""
         return self.state.progress.epoch if self._in_epoch else -1
 
     def number_in_step(self, place: str) -> int | None:
         """Return an unused number for an accumulator that code at ``place`` makes within a step; None between steps.
 
         The number depends on the steps committed before, the positions of nested passes, the place in the code, and how
-        often the step has been there. A step that is drawn again thus gives the same numbers again, whichever
-        accumulators outlived its loss, and a worker that has joined meanwhile gives them too.
+        often the step has reached it. A step that is drawn again therefore gets the same numbers, whichever
+        accumulators survived its loss, and so does a worker that has joined since.
         """
         steps = (*self._outer, self._inner)[: max(self.depth - self.abandoned, 0)]
         first, last = self.outermost, steps[-1] if steps else None
@@ -201,7 +201,7 @@ class StepLedger:
 
     @property
     def replaying(self) -> bool:
-        """True while the loop's code runs only to catch up with the other ranks, without effect on shared state."""
+        """True while the loop's code runs only to catch up with the other ranks, without affecting shared state."""
         return self._replay is not None
 
     @property
@@ -210,14 +210,14 @@ class StepLedger:
         return self._replay is not None and self._replay.before_pass
 
     def reach_collective(self, number: int) -> None:
-        """End the replay if user code has reached collective ``number``, in which the other ranks wait."""
+        """End the replay if user code has reached collective ``number``, where the other ranks are waiting."""
         if self._replay is not None and self._replay.reach_collective(number):
             self._replay = None
 
     def start_pass(self) -> int:
         """Start the epoch's next loader pass; return its number in the epoch.
 
-        Raises RuntimeError: A pass over whole batches is in progress.
+        Raises RuntimeError if a pass over whole batches is in progress.
         """
         if self._inner is not None and self._inner.whole:
             raise RuntimeError(
@@ -237,7 +237,7 @@ class StepLedger:
             self._samples_left = 0
 
     def abandon(self, left: PassProgress) -> None:
-        """Record that user code left the pass ``left``, and all within it, in a step, by ``break`` or an exception."""
+        """Record that user code left the pass ``left``, and all passes within it, by ``break`` or an exception."""
         for around, step in enumerate((*self._outer, self._inner)):
             if step is not None and step.loader_pass is left:
                 self.abandoned = max(self.abandoned, self.depth - around)
@@ -257,9 +257,9 @@ class StepLedger:
         """Start a round of ``steps`` local steps, which the ranks commit together after averaging their models.
 
         Args:
-            counts: Samples of each step; empty if unknown.
+            counts: Number of samples in each step; empty if unknown.
             copies: Whether to copy the state so that the round can be undone; a group that cannot change needs no copy.
-            ends_pass: Whether the pass has no step after the round.
+            ends_pass: Whether the pass ends with the round.
         """
         if copies:
             self.state.start_round()
@@ -281,7 +281,7 @@ class StepLedger:
             self.round.leave()
 
     def end_round(self, hashes: int | None) -> None:
-        """End the round that all ranks have committed; ``hashes`` sums the hashes of its samples, None if unknown."""
+        """End the round that all ranks have committed; ``hashes`` is the sum of its sample hashes, None if unknown."""
         if self.round is not None:
             self.round.loader_pass.advance(0, hashes)
             self.trains_in_rounds = self.round.trained
@@ -326,10 +326,10 @@ class StepLedger:
         """End the innermost step, whose body has run; return it, to be committed or undone.
 
         Args:
-            expected: The pass to which the step must belong; None for the innermost.
+            expected: The pass that the step must belong to; None for the innermost.
 
-        Raises RuntimeError: Another pass was started within the step and has not ended, or an optimizer step was not
-        completed.
+        Raises RuntimeError if another pass was started within the step and has not ended, or if an optimizer step was
+        not completed.
         """
         if self.updating:
             self._check_updated()
@@ -365,9 +365,9 @@ class StepLedger:
         """Count a step that has ended: its samples and, if it trained, its optimizer step.
 
         Args:
-            generation: Current generation, recorded as that of the last step.
+            generation: Current generation, recorded as the last step's generation.
             gain: Returns the statistical progress of a step at a given scale (global / initial batch size).
-            hashes: Sum of the hashes of the step's sample indices (in a round, of this rank's); None if unknown.
+            hashes: Sum of the step's sample index hashes (in a round, only this rank's); None if unknown.
 
         Returns True if the step trained; always False for a step nested in another.
         """
@@ -395,7 +395,7 @@ class StepLedger:
         """Undo a lost step: restore state that user code changed in it. Call :meth:`resume` with the result afterwards.
 
         Args:
-            waits: True if accumulated gradients, or sums, of the surrounding step have not been applied yet.
+            waits: True if accumulated gradients, or sums, from the surrounding step have not been applied yet.
         """
         lost = self.lost_within(waits=waits)
         self.state.roll_back(self.depth)
@@ -407,7 +407,7 @@ class StepLedger:
         return lost
 
     def undo_sums(self, step: LoaderStep) -> None:
-        """Restore the accumulators' sums to those before the steps nested in a lost step, which are made again."""
+        """Restore the accumulators' sums from before the steps nested in a lost step, which are executed again."""
         if step.sums_before is not None:
             self.state.progress.sums = step.sums_before
 
@@ -416,7 +416,7 @@ class StepLedger:
         return LostStep(self._inner is not None, waits or self._around[1] > 0, self._place)
 
     def resume(self, lost: LostStep, cause: str) -> None:
-        """Resume in the group found after :meth:`undo`; a surrounding step that no rank finished is also drawn again.
+        """Resume in the group entered after :meth:`undo`; a surrounding step that no rank finished is also drawn again.
 
         The nested pass continues first, so that user code gets its result. The surrounding step fails with ``cause``
         only after that.
@@ -440,7 +440,7 @@ class StepLedger:
     def mark_training(self) -> None:
         """Mark the step as training when backward starts, even if AMP skips its update.
 
-        Raises RuntimeError: The pass is for evaluation only.
+        Raises RuntimeError if the pass is for evaluation only.
         """
         if self.step is not None and self.step.whole:
             raise RuntimeError(
@@ -476,11 +476,11 @@ class StepLedger:
 
     @property
     def has_left(self) -> bool:
-        """True in a step whose remaining code this rank runs alone, as the other ranks are not in it."""
+        """True in a step whose remaining code this rank runs alone, because the other ranks are not in it."""
         return self._left is not None and self.depth > self._left.depth
 
     def leave_steps(self, depth: int) -> None:
-        """Leave the steps nested deeper than ``depth`` in a change of group; their code continues without effect."""
+        """Leave the steps nested deeper than ``depth`` during a group change; their code continues without effect."""
         step = (*self._outer, self._inner)[depth]
         assert step is not None, "this rank is in more steps than the others"
         sums = copy.deepcopy(self.state.progress.sums) if self._left is None else self._left.sums
@@ -506,9 +506,9 @@ class StepLedger:
     def may_apply(self) -> bool:
         """True if the optimizer step that user code requests must be applied now.
 
-        False within an accumulation, after a failure, also of a step around this one, and if a survivor had already
-        applied it before this step was drawn again: a GAN's first optimizer may have stepped when the second one's
-        gradients were lost.
+        False during accumulation, after a failure (including one in a surrounding step), and if a survivor had already
+        applied the optimizer step before this step was drawn again: a GAN's first optimizer may have stepped when the
+        second one's gradients were lost.
         """
         if self.updating:
             self._check_updated()
@@ -542,7 +542,7 @@ class StepLedger:
                 self._moment("after_step")
 
     def resume_point(self, gain: Callable[[float], float]) -> ResumePoint:
-        """Return the resume point of a checkpoint saved now; a step counts as done if its update was applied.
+        """Return the resume point for a checkpoint saved now; a step counts as done if its update was applied.
 
         Args:
             gain: Returns the statistical progress of a step at a given scale (global / initial batch size).
@@ -567,7 +567,7 @@ class StepSums:
         return scope, number
 
     def expected(self, progress: RunProgress) -> bool:
-        """True if accumulators exist in the current epoch or outside epochs, to which any rank may have added."""
+        """True if any rank may have added to accumulators made in the current epoch or outside epochs."""
         return bool(progress.sums) or -1 in self._made or progress.epoch in self._made
 
     def add(self, depth: int, key: tuple[int, int], name: str, value: float) -> None:
@@ -580,7 +580,7 @@ class StepSums:
         return self._pending.get(depth, {})
 
     def wait(self, depth: int) -> bool:
-        """True if the steps up to nesting depth ``depth`` have sums that are not counted yet."""
+        """True if the steps up to nesting depth ``depth`` have sums that have not been counted yet."""
         return any(self._pending.get(each) for each in range(1, depth + 1))
 
     def undo_beyond(self, depth: int) -> None:
@@ -613,17 +613,17 @@ class SampleTally:
         return _PARTS
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """Return the sum of the hashes of this rank's samples, split into parts that are exact as float32."""
+        """Return the sum of this rank's sample hashes, split into parts that are exact as float32."""
         step = self._ledger.outermost or self.ended
         own = 0 if step is None or step.hashed is None else step.hashed()
         return [float(own & _MASK), float(own >> _WIDTH & _MASK), float(own >> 2 * _WIDTH)]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Store the sum of the hashes over all ranks, for :meth:`take`."""
+        """Store the sum of the hashes across all ranks, for :meth:`take`."""
         low, middle, high = sums
         self._heard = (round(low) + (round(middle) << _WIDTH) + (round(high) << 2 * _WIDTH)) & BITS
 
     def take(self, step: LoaderStep | StepRound) -> int | None:
-        """Return the sum of the hashes of all ranks' samples in a step, modulo 2^32, and clear it; None if unknown."""
+        """Return the sum of all ranks' sample hashes in a step, modulo 2^32, and clear it; None if unknown."""
         heard, self._heard, self.ended = self._heard, None, None
         return heard if step.hashed is not None else None

@@ -17,7 +17,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def let_go(error: BaseException) -> None:
-    """Free memory after ``error``: the objects that frames of the failed pass hold, and the GPU allocator's caches."""
+    """Free memory after ``error``: the objects held by the failed pass's frames, and the GPU allocator's caches."""
     traceback.clear_frames(error.__traceback__)
     error.__traceback__ = None
     free_caches()

@@ -43,7 +43,7 @@ def fold_generators(rank: int, generation: int, steps: int, *, joined: bool) -> 
 
     Args:
         rank: Rank of this worker in the first group that it enters.
-        steps: Number of committed steps of all loaders; above 0 for a run that continues.
+        steps: Number of committed steps across all loaders; above 0 for a run that continues.
     """
     if rank or joined or steps:
         text = f"{torch.initial_seed()} {generation} {rank} {steps}"

@@ -1,4 +1,4 @@
-"""Round of steps that each rank makes independently and that all ranks commit together (pure)."""
+"""Round of steps that each rank executes independently and that all ranks commit together (pure)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class StepRound:
     """Round in progress: the local steps from one average of the ranks' models to the next.
 
     Attributes:
-        loader_pass: The pass to which the round belongs.
-        position: Samples of the pass used before the round.
-        loader_steps: Steps committed before the round.
-        counts: Samples of each step of the round; empty if unknown.
-        ends_pass: True if the pass has no step after the round.
-        left: Remaining steps of this rank.
-        steps: Steps that this rank has completed.
+        loader_pass: The pass that the round belongs to.
+        position: Number of the pass's samples used before the round.
+        loader_steps: Number of steps committed before the round.
+        counts: Number of samples in each step of the round; empty if unknown.
+        ends_pass: True if the pass ends with the round.
+        left: Number of steps that this rank has left.
+        steps: Number of steps that this rank has completed.
         trained: True if any step has trained.
-        last: The latest step of this rank; None before the first.
+        last: This rank's latest step; None before the first.
         made_at: Number of accumulators that this rank has made in the round, keyed by place in the code.
     """
 
@@ -40,7 +40,7 @@ class StepRound:
     _sum: int | None = 0  # of the hashes of this rank's samples
 
     def add(self, step: LoaderStep, hashes: int | None, *, trained: bool) -> None:
-        """Add a step that this rank has completed; ``hashes`` sums its samples' hashes (None: unknown)."""
+        """Add a step that this rank has completed; ``hashes`` is the sum of its samples' hashes (None: unknown)."""
         if not step.taken:
             self.left, self.steps, self.last = self.left - 1, self.steps + 1, step
         self.trained = self.trained or trained
@@ -57,5 +57,5 @@ class StepRound:
 
     @property
     def hashed(self) -> Callable[[], int] | None:
-        """Function that returns the sum of the hashes of this rank's samples so far; None if any are unknown."""
+        """Function that returns the sum of this rank's sample hashes so far; None if any are unknown."""
         return None if self._sum is None else functools.partial(int, self._sum)

@@ -1,4 +1,4 @@
-"""Steps of a loader pass: samples of each rank, and step times measured with the monotonic clock."""
+"""Steps of a loader pass: samples for each rank, and step times measured with the monotonic clock."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ class LoaderStep:
     """Current step of one loader pass.
 
     Attributes:
-        sizes: ``sizes[rank][micro]`` is the number of samples of each rank's micro-batches.
+        sizes: ``sizes[rank][micro]`` is the number of samples in one micro-batch on one rank.
         scale: Global / initial batch size, by the loader's setting (a short last step does not change it).
-        init_batch_size: Global batch size for which the user's learning rate was chosen.
+        init_batch_size: Global batch size that the user's learning rate was chosen for.
         shape: Division of the loader's full steps on each rank.
-        ordinal: Number of loader passes of the epoch that had started when the step did.
+        ordinal: Number of the epoch's loader passes that had started when the step started.
         can_switch: Returns True if a group of a given size may start after the step.
         leads: Whether the loader is the job's training loader, whose steps count as the job's steps.
         whole: Each rank has one whole batch, for evaluation. In a pass's last step, some ranks may have none.
-        sample_tag: Digest of the samples that all ranks read identically for the step; 0 if there are none.
-        hashed: Returns the sum of the hashes of this rank's indices, once its batches are fetched. None if the loader
-            does not know indices.
-        population: Number of samples from which the pass draws without replacement; None if unknown.
+        sample_tag: Digest of the samples that all ranks read identically for the step; 0 without such samples.
+        hashed: Returns the sum of this rank's index hashes, once its batches are fetched. None if the loader does not
+            know indices.
+        population: Number of samples that the pass draws from without replacement; None if unknown.
         own_counts, counts: Weights that the loop gives to micro-batches: on this rank, and on all ranks once known.
         count: Number of samples in the whole step.
         micro_steps: Number of micro-batches per rank in the step.
         is_last_micro: Whether gradients are synchronised in the current micro-step.
         weighed: Whether the loop sets the weights of this rank's micro-batches.
-        to_come: Returns the samples of the pass's steps from this one on, for at most the given number of steps. None
-            if unknown.
+        to_come: Returns the number of samples in each of the pass's steps from this one on, up to the given number of
+            steps. None if unknown.
         taken: The step belongs to a slow rank, and this rank executes it in addition to its own.
         given: The step belongs to this rank, and another rank executes it.
-        loader_steps: Steps committed before this one, if it is not nested in another.
-        updates_before: Updates of the step around this one that user code had asked for when this one started.
-        sums_before: Accumulators' sums before the first step nested in this one; None if none was.
-        made_at: Places in the code at which it has made accumulators, and how many.
+        loader_steps: Number of steps committed before this one, if it is not nested in another.
+        updates_before: Number of updates that user code had requested in the surrounding step when this one started.
+        sums_before: Accumulators' sums before the first step nested in this one; None without nested steps.
+        made_at: Number of accumulators that the step has made, keyed by place in the code.
         halved: Whether the step has more micro-batches than its shape, to measure the gradient's noise.
     """
 
@@ -94,8 +94,8 @@ class LoaderStep:
     def weigh(self, count: float) -> None:
         """Set the current micro-batch's weight in the step's mean gradient, instead of its number of samples.
 
-        Raises RuntimeError: The micro-batch already has a weight or a gradient, or an earlier one of the step has no
-        weight.
+        Raises RuntimeError if the micro-batch already has a weight or a gradient, or if an earlier one in the step has
+        no weight.
         """
         if self.backward == self.micro:
             raise RuntimeError(
@@ -130,12 +130,12 @@ class LoaderStep:
 
     @property
     def equal_bsz(self) -> int:
-        """Number of samples in the largest micro-batch if all ranks had equally many samples."""
+        """Number of samples in the largest micro-batch if all ranks had the same number of samples."""
         return -(-self.count // (len(self.sizes) * self.micro_steps))
 
     @property
     def samples_left(self) -> int:
-        """Number of unused samples of the pass, including those of this step."""
+        """Number of unused samples in the pass, including this step's samples."""
         return self.total - self.loader_pass.position
 
     @property
@@ -161,7 +161,7 @@ class LoaderStep:
         return _part(self.counts[rank][self.micro], sum(map(sum, self.counts)))
 
     def own_weight(self, rank: int) -> float:
-        """Return the current micro-batch's fraction of the samples of ``rank``; provisional, as in :meth:`weight`."""
+        """Return the current micro-batch's fraction of the samples on ``rank``; provisional, as in :meth:`weight`."""
         if not self.own_counts:
             return self.sizes[rank][self.micro] / sum(self.sizes[rank])
         if self.counts is None:
@@ -180,7 +180,7 @@ _WARM_UP = 2
 
 
 class StepClock:
-    """Clock that measures step and micro-step times [s]; it restarts when the batch shape or the strategy changes."""
+    """Clock for step and micro-step times [s], which restarts when the batch shape or the strategy changes."""
 
     def __init__(self) -> None:
         self._last_edge_s: float | None = None
@@ -248,7 +248,7 @@ class StepClock:
         self._last_micro_s = now_s
 
     def change_begins(self) -> None:
-        """Record the start of a change of group, on which the ranks have agreed or which follows a failure."""
+        """Record the start of a group change that the ranks have agreed on, or that a failure has caused."""
         self._change_s = time.monotonic() if self._change_s is None else self._change_s
 
     def group_stands(self) -> None:
@@ -258,7 +258,7 @@ class StepClock:
     def resume(self, generation: int) -> Pause:
         """Resume in a new generation; return the pause since the last committed step, split by phase.
 
-        All phases are 0 if no step was committed before. Otherwise they sum to the whole pause.
+        All phases are 0 if no step was committed before. Otherwise, they sum to the total pause.
         """
         now_s, last_s = time.monotonic(), self._last_edge_s
         self._restart(self._shape)

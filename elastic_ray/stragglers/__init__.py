@@ -1,1 +1,1 @@
-"""Stragglers: detection of slow workers and of the cause, smaller shares for them, and their replacement."""
+"""Stragglers: detecting slow workers and the cause, giving them smaller shares, and replacing them."""

@@ -42,7 +42,7 @@ def lower_median(values: Sequence[float]) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Base class of records of a group's steps; each field is a number, or a tuple with one entry per rank."""
+    """Base class for records of a group's steps; each field is a number, or a tuple with one entry per rank."""
 
     def to_state(self) -> dict[str, Any]:
         """Return the fields as plain values, for :meth:`from_state`."""
@@ -50,7 +50,7 @@ class Trace:
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> Self:
-        """Restore a trace from the output of :meth:`to_state`, in which tuples may have become lists."""
+        """Restore a trace from the output of :meth:`to_state`, where tuples may have become lists."""
         return cls(**{name: _as_tuple(value) for name, value in tree.items()})
 
 
@@ -82,7 +82,7 @@ class SpeedTrace(Trace):
         """Return the trace after one more step.
 
         Args:
-            work: Number of samples (or tokens) of each rank; the step is ignored if any rank has none.
+            work: Number of samples (or tokens) on each rank; the step is ignored if any rank has none.
             among: Ranks not known to be slow; their median work is the reference.
         """
         if min(work) <= 0 or min(busy_s) <= 0:
@@ -114,7 +114,7 @@ class SpeedTrace(Trace):
 
     @property
     def ready(self) -> bool:
-        """True once enough steps were recorded for a verdict on which ranks are slow."""
+        """True once enough steps have been recorded to decide which ranks are slow."""
         return self.steps >= MIN_STEPS
 
     def ratio(self, rank: int, among: Sequence[int]) -> float:
@@ -134,7 +134,7 @@ class SpeedTrace(Trace):
         return THRESHOLD * self.ratio(rank, among) > 1.0 and excess > _SIGNIFICANT * self.deviation
 
     def waits_for_data(self, rank: int, among: Sequence[int]) -> bool:
-        """True if most of the time that the rank takes beyond the median of ``among`` is spent waiting for data."""
+        """True if the rank spends most of its extra time, compared with the median of ``among``, waiting for data."""
         usual = lower_median([self.data[other] for other in among])
         return 2.0 * (self.data[rank] - usual) > self.busy[rank] - self._usual(among)
 
@@ -161,8 +161,8 @@ _LEAST_PART = 1e-3  # of the time of a look: what sends for less is not told apa
 class SendTrace(Trace):
     """Sending times of a group's ranks, evaluated after each step or each second, whichever is longer.
 
-    In a ring, all ranks send equally many bytes and wait for the slowest connection. Only the kernel of the sender
-    knows which connection is the slowest, and it cannot distinguish a slow sender from a slow receiver.
+    In a ring, all ranks send the same number of bytes and wait for the slowest connection. Only the kernel of the
+    sender knows which connection is the slowest, and it cannot distinguish a slow sender from a slow receiver.
     """
 
     seconds: float = 0.0  # of the look in progress [s]
@@ -174,7 +174,7 @@ class SendTrace(Trace):
     slow: tuple[int, ...] = ()  # the present verdict, ranks in order
 
     def add(self, *, sending_s: Sequence[float], mib: Sequence[float], seconds: float) -> SendTrace:
-        """Return the trace after one more step of all ranks."""
+        """Return the trace after one more step on all ranks."""
         sums = dataclasses.replace(
             self, seconds=self.seconds + seconds, sending_s=plus(self.sending_s, sending_s), mib=plus(self.mib, mib)
         )
@@ -215,7 +215,7 @@ RESPONSES: tuple[str, ...] = get_args(Response)
 
 
 class StragglerCause(str, enum.Enum):
-    """Probable cause of a worker's slowness, inferred from the measures of all workers."""
+    """Probable cause of a worker's slowness, inferred from all workers' measurements."""
 
     WORKER = "worker"
     NODE = "node"
@@ -249,7 +249,7 @@ class StragglerConfig:
             raise ValueError(f"patience_s must be above 0 seconds and finite, but got {self.patience_s}")
 
     def goes_beyond(self, other: StragglerConfig) -> bool:
-        """True if this response is stronger than that of ``other``: if it comes later in ``RESPONSES``."""
+        """True if this response is stronger than the response of ``other``, that is, later in ``RESPONSES``."""
         return RESPONSES.index(self.response) > RESPONSES.index(other.response)
 
     @property
@@ -270,7 +270,7 @@ class StragglerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SlowWorker:
-    """Worker that slows down its whole group, with its time ratio and probable cause."""
+    """Worker that slows down its entire group, with its time ratio and probable cause."""
 
     worker: str
     node: str

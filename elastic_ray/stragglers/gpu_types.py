@@ -1,4 +1,4 @@
-"""Shares by speed for a group with several GPU types, in which a slower type is not a straggler (pure).
+"""Shares by speed for a group with several GPU types, where a slower type is not a straggler (pure).
 
 Only additions, multiplications, divisions and comparisons are used, which IEEE 754 specifies to the last bit, so that
 ranks on different kinds of machines compute the same shares.
@@ -34,9 +34,9 @@ class _Sums:
 class TypeShares:
     """Shares of a step's samples by GPU type, adjusted until all types take the same time.
 
-    A type that takes r times as long as the fastest gets 1 / r of its samples next, until times are equal, based on
-    averages over ten steps. Before anything is measured, shares depend on the model's predicted speeds. Ranks are
-    compared with each other only within a type.
+    A type that takes r times as long as the fastest type then gets 1 / r of its current samples, until times are equal,
+    based on averages over ten steps. Before anything is measured, shares depend on the model's predicted speeds. Ranks
+    are compared with each other only within a type.
 
     Args:
         equal: Function that returns True if the current group must have equal shares, because unequal shares did not
@@ -153,7 +153,7 @@ class TypeShares:
         return {gpu: max(_LEAST_WEIGHT, weight / fastest) for gpu, weight in found.items()}
 
     def _medians(self, values: Sequence[float]) -> dict[str, float]:
-        """Return the lower median of the values of each GPU type's ranks."""
+        """Return the lower median of ``values`` over each GPU type's ranks, keyed by type."""
         by_type: dict[str, list[float]] = {}
         for member, value in zip(self._members(), values, strict=True):
             by_type.setdefault(member.gpu_type, []).append(value)

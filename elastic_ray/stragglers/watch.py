@@ -44,9 +44,9 @@ class StragglerWatch:
 
     Every committed training step must be reported on all ranks; durations come from the steps' own times, not from a
     clock. If stragglers get fewer samples, shares depend on the measured times: a rank that takes r times as long as
-    the others gets 1 / r of its samples next. If part of a step does not shrink with its samples, this converges from
-    above, with an error that shrinks each time by the factor (that part) / (whole step). A rank that catches up regains
-    its samples in the same way.
+    the others then gets 1 / r of its current samples. If part of a step does not shrink with its samples, this
+    converges from above, with an error that shrinks each time by the factor (that part) / (whole step). A rank that
+    catches up regains its samples in the same way.
 
     Args:
         config: Response to stragglers, unless :meth:`ask` requests more.
@@ -97,7 +97,7 @@ class StragglerWatch:
 
     @property
     def weights(self) -> tuple[float, ...] | None:
-        """Weight of each rank in the division of a step's samples; None if all ranks have equal shares."""
+        """Each rank's weight in dividing a step's samples; None if all ranks have equal shares."""
         if not self.slow or self._equal() or not any(each.weight < 1.0 for each in self.slow):
             return None
         weights = {each.worker: each.weight for each in self.slow}
@@ -105,7 +105,7 @@ class StragglerWatch:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Time of each rank for equal work, divided by the group's median; empty until enough steps are measured."""
+        """Each rank's time for equal work, divided by the group's median; empty until enough steps are measured."""
         if not self._trace.ready or self._workers != tuple(member.worker for member in self._members()):
             return ()
         return tuple(self._trace.ratio(rank, self._healthy) for rank, _ in enumerate(self._workers))
@@ -189,7 +189,7 @@ class StragglerWatch:
 
     @property
     def _healthy(self) -> tuple[int, ...]:
-        """Ranks not known to be slow, or all ranks if every one is slow."""
+        """Ranks not known to be slow, or all ranks if all are slow."""
         ranks = tuple(range(len(self._workers)))
         if not self.slow:
             return ranks
@@ -322,7 +322,7 @@ def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
     """Return the record of a straggler that takes `times` as long as the others with its current share.
 
     If a part c of its time does not shrink with its work, a share w takes r (c + (1 - c) w) times as long, where r is
-    the ratio at equal work. The first measurement at another share gives c, since r is already known.
+    the ratio at equal work. The first measurement at a different share gives c, since r is already known.
     """
     fixed = slow.fixed
     if fixed is None and slow.weight < 1.0:
@@ -359,7 +359,7 @@ class RecentSteps(Trace):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTrace(Trace):
-    """Memory measures of the ranks of one group, step by step."""
+    """Memory measures of one group's ranks, step by step."""
 
     # by rank, the least time that its pages from disks have taken, moving average over steps [s]
     faults_s: tuple[float, ...] = ()
@@ -378,9 +378,9 @@ class MemoryTrace(Trace):
     def short(self, rank: int, among: Sequence[int]) -> bool:
         """True if the slow rank ``rank`` lacks memory, compared with the ranks ``among``.
 
-        This is so if its page faults explain at least a quarter of its extra time, or if its memory is full and the
-        memory of the other ranks is not. Conditions common to all ranks (reading a mapped file, or a GPU that is full
-        by design) explain nothing.
+        This is the case if its page faults explain at least a quarter of its extra time, or if its memory is full and
+        the other ranks' memory is not. Conditions common to all ranks (reading a mapped file, or a GPU that is full by
+        design) explain nothing.
         """
         others = [other for other in among if other != rank]
         if not self.used or not others:

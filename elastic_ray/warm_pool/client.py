@@ -1,4 +1,4 @@
-"""SHELL: client with which a controller or a sweep uses the cluster's pool of warm worker processes."""
+"""SHELL: client that gives a controller or a sweep access to the cluster's pool of warm worker processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ANSWER_S = 2.0  # a cold process takes not much longer than waiting for a pool 
 
 
 class PoolClient:
-    """Client of the pool of warm processes, which claims processes, and starts new ones when the pool requests it."""
+    """Client for the pool of warm processes: claims processes, and starts new ones when the pool requests it."""
 
     def __init__(self, owner: ProcessOwner, environment: Mapping[str, Any], start: Callable[[str, str], Any]) -> None:
         self.on = read_config(os.environ).on
@@ -87,12 +87,12 @@ class PoolClient:
             logger.info("%s: the pool of warm processes does not answer: %r", self._owner.holder, error)
 
     def witness(self, node: str) -> Any | None:
-        """Return a pool process that can check whether other processes on the node run; None if there is none."""
+        """Return a pool process that can check whether other processes on the node run; None if no process can."""
         return self._witnesses.get(node)
 
 
 def environment_key(environment: Mapping[str, Any]) -> str:
-    """Return a key that is equal for processes of one runtime environment and version of this package."""
+    """Return a key that is equal for processes with the same runtime environment and version of this package."""
     inherited = ray.get_runtime_context().get_runtime_env_string()  # type: ignore[no-untyped-call]
     text = json.dumps([json.loads(inherited or "{}"), environment, _code()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -100,7 +100,7 @@ def environment_key(environment: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _code() -> tuple[str, int]:
-    """Return this package's path and last modification time, since developers may edit it on a live cluster."""
+    """Return this package's path and last modification time, because developers may edit it on a live cluster."""
     folders = [Path(str(package.__file__)).parent for package in (elastic_ray, placement)]
     changed = max(path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*.py"))
     return str(folders[0]), changed

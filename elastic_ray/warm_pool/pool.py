@@ -80,7 +80,7 @@ def close_pool(timeout_s: float = _CLOSE_S) -> None:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _PoolEntry:
-    """Entry of an unclaimed process; ``actor`` is None until a controller starts it, at the latest at ``until_s``."""
+    """Entry for an unclaimed process; ``actor`` is None until a controller starts it, at the latest at ``until_s``."""
 
     process: PooledProcess
     actor: Any = None
@@ -130,7 +130,7 @@ class WarmPool:
         """Record how many processes a job would use on each node, and return the processes to start.
 
         Args:
-            nodes: Number of processes that the job has and may want again, keyed by node.
+            nodes: Number of processes that the job has and may need again, keyed by node.
 
         Returns the name and node of each process that the caller must start now, and, keyed by node, a process that
         can check other processes there.
@@ -155,7 +155,7 @@ class WarmPool:
         return tuple(starts), witnesses
 
     async def started(self, name: str, actor: Any) -> None:
-        """Record a process that a controller started at the pool's request; end the process if it comes too late."""
+        """Record a process that a controller started at the pool's request; end the process if that was too late."""
         entry = self._entries.get(name)
         if entry is None:  # too late
             ray.kill(actor)
@@ -213,7 +213,7 @@ class WarmPool:
                 ray.kill(entry.actor)
 
     async def _watch(self) -> None:
-        """Check nodes and processes regularly, and end the pool when no job and no process is left."""
+        """Check nodes and processes regularly, and end the pool when no jobs or processes are left."""
         await self._found
         rounds = 0
         while True:

@@ -36,7 +36,7 @@ _COLD_S = 30.0  # no other warm process on a node for so long after one could no
 
 
 def end_strays(job: str, keep: Collection[str]) -> None:
-    """Kill processes of the job, also starting ones, that no controller knows and ``keep`` does not name. Blocks."""
+    """Kill the job's processes, even starting ones, that no controller knows and ``keep`` does not list. Blocks."""
     for name, actor in actors_named(_prefix(job)):
         if name not in keep:
             ray.kill(actor)
@@ -78,7 +78,7 @@ def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: st
     worker's resources, but the process can run on the node where the group has reserved them.
 
     Args:
-        owner: Owner of the process; None for a process of the cluster's pool, which has no owner yet.
+        owner: Owner of the process; None for a process in the cluster's pool, which has no owner yet.
     """
     return (
         actor_class(WorkerProcess)
@@ -97,7 +97,7 @@ def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: st
 
 
 def pool_client(spec: JobSpec, owner: ProcessOwner) -> PoolClient:
-    """Return a client with which the owner uses the cluster's pool."""
+    """Return a client that the owner can use to access the cluster's pool."""
     return PoolClient(owner, environment_of(spec), lambda node, name: start_process(spec, node, None, name))
 
 
@@ -112,8 +112,9 @@ class _Lent(enum.Enum):
 class Processes:
     """Supply of worker processes for one job.
 
-    A process that a worker has left can be reused for the job's next worker. Other processes come from the cluster's
-    pool, of which the job requests processes on its nodes; if the pool is off, the job keeps warm processes of its own.
+    A process that a worker has left can be reused for the job's next worker. Other processes are claimed from the
+    cluster's pool, where the job requests processes on its nodes; if the pool is off, the job keeps its own warm
+    processes.
 
     The processes of a trial belong to its sweep: the trial returns them, and the next one starts in them within
     milliseconds.
@@ -145,11 +146,11 @@ class Processes:
 
     @property
     def _wanted(self) -> int:
-        """Number of idle processes to keep per node; the processes of a unit start together."""
+        """Number of idle processes to keep per node; a unit's processes start together."""
         return self._spec.elastic.warm_workers_per_node * self._spec.scheduling.unit_size
 
     async def take(self, node: str) -> tuple[Any, ProcessInfo]:
-        """Return a ready process on the node and its facts: the job's, else its sweep's, the pool's, or a new one."""
+        """Return a ready process on the node and its facts: the job's, its sweep's, the pool's, or else a new one."""
         warm = self._warm.get(node, [])
         while warm:
             actor = warm.pop()
@@ -199,7 +200,7 @@ class Processes:
         return process_info
 
     def name_of(self, actor: Any) -> str:
-        """Return the name of a process of the job; empty if a sweep has lent the process."""
+        """Return the name of one of the job's processes; empty if a sweep has lent the process."""
         return self._names.get(actor, "")
 
     async def _borrow(self, node: str) -> tuple[Any, bool] | None:
@@ -262,7 +263,7 @@ class Processes:
         self._sweep.take_back.remote(self._run, actor, fit=fit)
 
     def witness(self, node: str) -> Any | None:
-        """Return a warm process that can check whether other processes on the node run; None if there is none."""
+        """Return a warm process that can check whether other processes on the node run; None if no process can."""
         return next(iter(self._warm.get(node, [])), None) or self._pool.witness(node)
 
     def keep_warm(self, nodes: Mapping[str, int]) -> None:

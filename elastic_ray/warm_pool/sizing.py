@@ -1,4 +1,4 @@
-"""Decisions of the cluster's pool on which warm processes to keep, start and end (pure)."""
+"""Decisions about which warm processes the cluster's pool keeps, starts and ends (pure)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class PoolNode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PooledProcess:
-    """Process of the pool that no job has claimed yet."""
+    """Process in the pool that no job has claimed yet."""
 
     name: str  # its actor's
     node: str  # where it runs
@@ -127,8 +127,8 @@ class End:
 def remember(config: PoolConfig, requests: Iterable[ProcessRequest], now_s: float) -> tuple[ProcessRequest, ...]:
     """Return the requests that still count at ``now_s``, most urgent first.
 
-    Running jobs come first, in a fixed order (by first request), so that the pool does not alternate between them.
-    Jobs that have ended come after them, latest first, because the next job is most likely similar to the latest one.
+    Running jobs are placed first, in a fixed order (by first request), so that the pool does not alternate between
+    them. Ended jobs are placed after them, latest first, because the next job is most likely similar to the latest one.
     """
     fresh = [request for request in requests if now_s - request.asked_s <= config.idle_s]
     living = sorted((each for each in fresh if each.lives(now_s)), key=lambda each: (each.since_s, each.job))
@@ -223,7 +223,7 @@ def _memory(config: PoolConfig, node: PoolNode) -> float:
 def _fits(
     config: PoolConfig, node: PoolNode, processes: Sequence[PooledProcess], environment: str, sizes: Mapping[str, int]
 ) -> bool:
-    """True if a node has room for one more process, counting those about to end as still present."""
+    """True if a node has room for one more process, counting processes that are about to end as still present."""
     used = sum(each.memory_bytes or sizes.get(each.environment, _ESTIMATE_BYTES) for each in processes)
     one_more = sizes.get(environment, _ESTIMATE_BYTES)
     return len(processes) < config.per_node and used + one_more <= _memory(config, node)

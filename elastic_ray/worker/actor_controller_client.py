@@ -1,4 +1,4 @@
-"""SHELL: client through which a worker reaches its job's controller, even while Ray restarts the controller."""
+"""SHELL: client that a worker uses to reach its job's controller, even while Ray restarts the controller."""
 
 from __future__ import annotations
 
@@ -91,15 +91,15 @@ class ActorControllerClient:
 
     @property
     def follows(self) -> bool:
-        """True if this process belongs to a worker of several processes (a unit) and another process reports for it."""
+        """True if this process belongs to a multi-process worker (a unit) and another process reports for it."""
         return bool(self._position)
 
     def start_from(self, resumed: str) -> None:
-        """Set the automatic checkpoint from which the run resumes, or the reason why it cannot, for :meth:`ready`."""
+        """Set the automatic checkpoint that the run resumes from, or the reason why it cannot, for :meth:`ready`."""
         self._resumed = resumed
 
     def saved(self, message: StateSaved) -> float:
-        """Report an automatic checkpoint, and return the job's mean time between losses of all workers [s]."""
+        """Report an automatic checkpoint, and return the job's mean time between losses of all its workers [s]."""
         if not self.gone:
             try:
                 return float(insist(lambda: self._controller.saved.remote(message), timeout_s=_ANSWER_S))
@@ -112,7 +112,7 @@ class ActorControllerClient:
         return self._controller.push.remote(message)
 
     def _is_mute(self, message: WorkerMessage) -> bool:
-        """Return True if another process of the worker's unit sends this message for all of them."""
+        """True if another process in the worker's unit sends this message on behalf of all of them."""
         return bool(self._position) and not isinstance(message, WorkerHeartbeat | StepFailed | PrepareFailed)
 
     def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool, more_than_equal: bool) -> None:
@@ -179,7 +179,7 @@ class ActorControllerClient:
             return not self._unheard
 
     def flush(self) -> None:
-        """Wait until every report has arrived, so that the end of the run cannot overtake a report.
+        """Wait until every report has arrived, so that the run's end cannot overtake a report.
 
         Raises RayError if the controller will not come back, and TimeoutError if it does not come back in time.
         """
@@ -323,7 +323,7 @@ class HeartbeatThread:
 
 
 class ControllerCaller:
-    """Client for the controller's bootstrap method, through which members of a new generation exchange values."""
+    """Client for the controller's bootstrap method, which members of a new generation use to exchange values."""
 
     def __init__(self, assignment: Assignment, generation: int) -> None:
         self._controller = assignment.controller

@@ -1,8 +1,8 @@
-"""SHELL: watchdog of a worker process for its job's controller, which may die and come back during training.
+"""SHELL: watchdog of a worker process for its job's controller, which may die and be restarted during training.
 
-The process regularly asks the controller whether the process still belongs to this controller. A controller that Ray
-has restarted requests a new registration. If the controller does not know the process, the process releases its
-reservation and exits. If the controller is gone for good, the run first saves its state between two steps.
+The process regularly asks the controller whether it still owns the process. A controller that Ray has restarted
+requests a new registration. If the controller does not know the process, the process releases its reservation and
+exits. If the controller is gone for good, the run first saves its state between steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Registration:
 
 
 class ControllerWatchdog:
-    """Watchdog thread that checks the controller during the whole life of the process.
+    """Watchdog thread that checks the controller throughout the process's life.
 
     Args:
         introduce: Returns the registration for a restarted controller, or None if no run is in progress.

@@ -53,13 +53,13 @@ def origin_of(error: BaseException) -> ErrorOrigin:
 
 
 def _is_ours(kind: type[BaseException]) -> bool:
-    """True for classes of elastic_ray, identified by file, because a user's package may have the same name."""
+    """True if a class belongs to elastic_ray, judging by its file, because a user's package may have the same name."""
     module = sys.modules.get(kind.__module__)
     return str(getattr(module, "__file__", None) or "").startswith(_OURS)
 
 
 def _raised_by_us(trace: types.TracebackType | None) -> bool:
-    """True if a ``raise`` statement of elastic_ray raised the error; errors of torch's C++ code have no own frame."""
+    """True if a ``raise`` in elastic_ray raised the error; errors in torch's C++ code have no frame of their own."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None or not trace.tb_frame.f_code.co_filename.startswith(_OURS):

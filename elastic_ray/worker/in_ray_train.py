@@ -48,7 +48,7 @@ def _prepared_loader(*args: Any) -> Any:
 def _delete_stored(checkpoint: Any) -> None:
     """Delete the local files of this process's last reported checkpoint if they have been copied to storage.
 
-    Other files are kept, such as those of other ranks, which are not copied and may use the same directory.
+    Other files are kept, such as other ranks' files, which are not copied and may be in the same directory.
     """
     import pyarrow.fs
 
@@ -126,7 +126,7 @@ class _Context:
         self._workers = workers
 
     def get_world_size(self) -> int:
-        """Return the number of workers in the current group, or the number that one of Ray's functions must see."""
+        """Return the number of workers in the current group, or a fixed number that one of Ray's functions needs."""
         import elastic_ray
 
         return self._workers or elastic_ray.get_context().get_world_size()

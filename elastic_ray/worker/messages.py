@@ -36,7 +36,7 @@ class StateSaved:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady(Ready):
-    """Signal that the worker has built its model and waits for its first generation."""
+    """Signal that the worker has built its model and is waiting for its first generation."""
 
     loader: LoaderInfo | None  # limits of the training loader
     resumed: str = ""  # which automatic checkpoint it continues from, or why it could not
@@ -46,7 +46,7 @@ class WorkerReady(Ready):
 class WorkerOutOfMemory(Rerun):
     """Signal that the worker ran out of memory with ``atomic_bsz`` samples per forward pass, and starts over.
 
-    Without ``has_state``, the worker was inside ``optimizer.step()``, so that its state belongs to no step.
+    Without ``has_state``, the worker was inside ``optimizer.step()``, so its state does not match any step.
     ``more_than_equal`` is True if the worker had more samples than an equal split of the step would have given it.
     """
 
@@ -107,7 +107,7 @@ class ControllerAnswer(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReregistration(SurvivingWorker):
-    """Registration of a worker with a restarted controller, with all that the previous controller knew about it."""
+    """Registration of a worker with a restarted controller, with everything the previous controller knew about it."""
 
     token: str  # what messages to its run carry
     group: str  # hex id of its placement group
@@ -147,7 +147,7 @@ class RunEnd:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(RunEnd):
-    """End of a run whose train function returned ``value``; includes the worker's last rank and its steps."""
+    """End of a run whose train function returned ``value``; includes the worker's last rank and number of steps."""
 
     value: Sealed | None = None
     rank: int = 0

@@ -1,6 +1,6 @@
 """SHELL: ownership of a worker process, first by the pool, and then by one job or sweep until the process ends.
 
-A process of the cluster's pool was started on behalf of an earlier job. For its new owner, it adopts Ray's module
+A process from the cluster's pool was started on behalf of an earlier job. For its new owner, it adopts Ray's module
 search path, the driver that receives its output, and the namespace for actor names.
 """
 
@@ -36,7 +36,7 @@ _UNWANTED_S = 180.0  # its pool asks every few seconds, and has given it up whil
 
 
 class Ownership:
-    """Record of this process's owner, which makes the process exit once it can no longer get an owner.
+    """Record of this process's owner, which also ends the process once it can no longer get an owner.
 
     Args:
         owner: Owner on whose behalf the process was started; None if any job may claim the process.

@@ -26,7 +26,7 @@ class WorkerProcess:
     The process warms up when it starts, and may wait in the cluster's pool until a job or sweep claims it for good.
 
     Args:
-        owner: Owner of the process; None for a process of the pool.
+        owner: Owner of the process; None for a process in the pool.
     """
 
     def __init__(self, owner: ProcessOwner | None, theirs: Spoken) -> None:
@@ -81,7 +81,7 @@ class WorkerProcess:
             self._worker.post(token, worker, message)
 
     def sees_running(self, pid: int) -> bool:
-        """Return True if the process with this id on the same node is running; see :func:`is_running`."""
+        """True if the process with this id on the same node is running; see :func:`is_running`."""
         return is_running(pid)
 
 

@@ -36,7 +36,7 @@ class WorkerSetup:
 class ProcessOwner:
     """Owner of a worker process: a job, or a sweep whose trials use the process one after another.
 
-    A pool process that was started before it had an owner is made to look like a process of its owner.
+    A pool process that was started before it had an owner is made to look like one of its owner's processes.
     """
 
     holder: str  # the job, or the sweep whose trials share the process; no other is ever given it

@@ -35,11 +35,11 @@ class StateSaver:
 
     If all ranks hold the same state, rank 0 saves it alone. If the ranks' models differ between averages, rank 0
     announces the save with the next step, after which all ranks hold the mean. If the state is divided among ranks,
-    each rank saves its part at the edge of a step that all have agreed on.
+    each rank saves its part at the end of a step that all ranks have agreed on.
 
     Args:
-        told: Called with each saved checkpoint; returns the job's mean time between worker losses [s].
-        interval_s: Time between two checkpoints [s]; None derives it from their cost and the observed losses.
+        told: Called with each saved checkpoint; returns the job's mean time between losses of all workers [s].
+        interval_s: Time between checkpoints [s]; None derives it from their cost and the observed losses.
         timeout_s: Longest time [s] to wait for unresponsive storage in a preempted job, or for a rank's missing part.
         saving: Agreement between ranks on checkpoints that all of them write; None if rank 0 writes everything.
         workers: Returns the current group's workers in rank order; empty while the group changes.
@@ -83,7 +83,7 @@ class StateSaver:
         self._asked = True
 
     def between_steps(self) -> None:
-        """Start a checkpoint if one is due. Otherwise the call is almost free."""
+        """Start a checkpoint if it is due; otherwise, return almost immediately."""
         order = self._saving.pop_order() if self._session.run.wishes is None else self._unit_order()
         if order is not None:
             self._session.moment("save")
@@ -113,12 +113,12 @@ class StateSaver:
         return SaveOrder(token=f"{token:09x}", rank=place.position, world_size=place.size) if token else None
 
     def is_due(self) -> bool:
-        """Return True if a checkpoint is due and this worker is not still writing the previous one."""
+        """True if a checkpoint is due and this worker is not still writing the previous one."""
         due = self._asked or time.monotonic() - self._since_s >= self._interval_s
         return due and not self._busy()
 
     def _start(self, order: SaveOrder | None) -> None:
-        """Write this rank's part as all ranks have agreed or, without an order, the whole state."""
+        """Write this rank's part as all ranks have agreed or, without an order, the entire state."""
         begin_s = self._since_s = time.monotonic()
         try:
             part = self._parts.capture(order, self._session.resume_point(), copy=True)
@@ -135,7 +135,7 @@ class StateSaver:
             self._give_up("it cannot be copied", exc_info=True)
 
     def _report_refusals(self) -> None:
-        """Report that rank 0 gathers the whole state because some ranks cannot write their parts."""
+        """Report that rank 0 gathers the entire state because some ranks cannot write their parts."""
         if self._saving.refusals and not self._refused and self._session.rank == 0:
             self._refused = True
             ranks = self._saving.refusals
@@ -156,7 +156,7 @@ class StateSaver:
     def save(self, until: Callable[[], bool] = lambda: False) -> str:
         """Save this rank's state and wait until it is written, after all ranks have stopped training.
 
-        Ranks other than 0 save only their part, if any. Once ``until`` returns True, waits for storage end.
+        Ranks other than 0 save only their part, if any. Waiting for storage stops once ``until`` returns True.
 
         Returns the reason if the state could not be saved; empty if it was saved.
         """
@@ -181,7 +181,7 @@ class StateSaver:
         return ""
 
     def _write_now(self, order: SaveOrder | None, point: ResumePoint, until: Callable[[], bool]) -> StateFile | None:
-        """Write while no rank trains; give up if storage is silent for too long."""
+        """Write while no rank trains; give up if storage does not respond for too long."""
         part = self._parts.capture(order, point, copy=False)
         assert part is not None, "nothing is copied"
         call = self._calls.start_long(

@@ -40,7 +40,7 @@ def store_train_loop(train_loop: bytes, callbacks: bytes) -> str:
 def stored_train_loop(key: str) -> tuple[bytes, bytes]:
     """Return the train function and callbacks stored by :func:`store_train_loop` under a key.
 
-    Raises LookupError if nothing is stored under the key, or no longer.
+    Raises LookupError if nothing is stored under the key any more.
     """
     packed: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=NAMESPACE)
     if packed is None:

@@ -80,7 +80,7 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
         policies: Adaptation policies that the run consults between steps, before the policies of its models.
 
     Raises TypeError if the function requires more than one argument or cannot be pickled; the message names the
-    captured objects. Raises ValueError if there is a config that the function does not accept.
+    captured objects. Raises ValueError if a config is given that the function does not accept.
     """
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"train_loop_config must be a dict or None, but got {config!r}")
@@ -181,7 +181,7 @@ def call(packed: bytes) -> Any:
 
 
 def _with_place(error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """Return the error extended with the node and Python that lack the package, and how to install it.
+    """Return the error, adding which node and Python lack the package, and how to install it.
 
     An error about a package that is installed is returned unchanged.
     """
@@ -228,7 +228,7 @@ def _name(train_loop: Any) -> str:
 
 
 def _large(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, size: int) -> str:
-    """Return a warning that names the largest object a train function carries, and how to avoid it."""
+    """Return a warning that names the largest object a train function carries, and says how to avoid it."""
     captured = {repr(name): value for name, value in _captured(train_loop)}
     values = {**captured, **{f"train_loop_config[{name!r}]": value for name, value in (config or {}).items()}}
     largest = max(values, key=lambda name: _room(values[name]), default="its code")
@@ -247,7 +247,7 @@ def _captured(train_loop: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _room(value: Any) -> int:
-    """Return the approximate size of a value [bytes]: an array or tensor, a container's direct contents, or other."""
+    """Return the approximate size of a value [bytes]; for a list, tuple or mapping, the total size of its contents."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
 """SHELL: warm-up of a worker process before it belongs to a job, so that no first step waits for imports.
 
-Imports are limited by the CPU. Therefore only as many processes as there are CPUs import at the same time; with
-more, none would be ready until all are, and the first step would wait for the last import.
+Imports are limited by the CPU. Therefore, the number of processes that import at the same time is limited to the number
+of CPUs; with more, none would be ready until all are, and the first step would wait for the last import.
 """
 
 from __future__ import annotations

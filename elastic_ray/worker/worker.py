@@ -104,7 +104,7 @@ class Worker:
 
     @property
     def _idle(self) -> Registration | None:
-        """Registration of the process between two runs; None for a process lent by a sweep, which ends it itself."""
+        """Registration of the process between two runs; None for a process lent by a sweep, which the sweep ends."""
         setup = self._setup
         return Registration(controller=setup.controller, token=setup.token) if setup.controller is not None else None
 
@@ -145,7 +145,7 @@ class Worker:
             self._ended.notify_all()
 
     def outcome(self, token: str, worker: str, wait_s: float) -> RunResult | None:
-        """Return how a run has ended, or None if it has not ended within ``wait_s`` [s]; may be called again."""
+        """Return how a run ended, or None if it has not ended within ``wait_s`` [s]; may be called again."""
 
         def result() -> RunResult | None:
             found = self._result
@@ -245,7 +245,7 @@ class Worker:
         return UnitGroup(place, cuda=bool(assignment.gpu_ids), timeout_s=timeout_s, store=store, host=self._host)
 
     def _saved_state(self, assignment: Assignment, link: ActorControllerClient) -> tuple[dict[str, Any] | None, str]:
-        """Return the first intact automatic checkpoint to resume from, and its path; None and "" if there is none."""
+        """Return the first intact automatic checkpoint to resume from, and its path; None and "" if none is intact."""
         unusable = ""
         for state in assignment.states:
             try:
@@ -409,7 +409,7 @@ class Worker:
 
 
 def _stored_checkpoint(assignment: Assignment, link: ActorControllerClient) -> Any:
-    """Return the reported checkpoint to start from, or None at the beginning."""
+    """Return the reported checkpoint to start from, or None at the start of a run."""
     if assignment.checkpoint is None:
         return None
     from ray.train import Checkpoint

@@ -38,10 +38,10 @@ _WITHDRAWN_S = 2.0  # at the end of a job; Ray tries a group again after a secon
 
 
 class WorkerActors:
-    """Workers of a job as Ray actors, which carry out the membership machine's instructions.
+    """Ray actors of a job's workers, managed as the membership machine instructs.
 
-    Each worker's resources are reserved by its own placement group. Its process is an actor outside that group, which
-    requests no resources. Both are detached: they outlive a controller that Ray restarts, and the restarted
+    Each worker's resources are reserved by its own placement group. Its process is an actor outside that group and
+    requests no resources itself. Both are detached: they outlive a controller that Ray restarts, and the restarted
     controller adopts them.
     """
 
@@ -76,8 +76,8 @@ class WorkerActors:
     async def _await_reservation(self, worker: str) -> None:
         """Wait for free resources, reserve them, and notify the membership machine.
 
-        Polling finds resources that another worker is releasing within about 0.2 s. A placement group requested too
-        early would wait up to a second for Ray's next attempt.
+        Polling detects within about 0.2 s that another worker has released its resources. A placement group requested
+        too early would wait up to a second for Ray's next attempt.
         """
         # The membership machine gives reservations up in its own time; this only bounds the wait.
         until_s = time.monotonic() + self._spec.elastic.reserve_timeout_s * 2
@@ -108,7 +108,7 @@ class WorkerActors:
         return counts
 
     def processes(self) -> dict[str, str]:
-        """Return the name of each worker's process, keyed by worker; empty for one that a sweep has lent out."""
+        """Return the name of each worker's process, keyed by worker; empty for a process that a sweep has lent."""
         return {worker: self.supply.name_of(actor) for worker, actor in self._actors.items()}
 
     def homes(self) -> dict[str, str]:
@@ -126,9 +126,10 @@ class WorkerActors:
         return next(iter(types), "") if len(types) <= 1 else None
 
     def with_facts(self, spec: GenerationSpec, speeds: Mapping[str, float] | None) -> GenerationSpec:
-        """Return the generation with what is known of its members' processes.
+        """Return the generation, adding known facts about its members' processes.
 
-        This is the network domain of each and, unless ``speeds`` is None, the GPU type and its speed [samples/s].
+        The facts are each process's network domain and, unless ``speeds`` is None, its GPU type and the type's speed
+        [samples/s].
         """
         members = []
         for member in spec.members:
@@ -140,7 +141,7 @@ class WorkerActors:
         return dataclasses.replace(spec, members=tuple(members))
 
     def launch(self, assignment: Assignment) -> None:
-        """Run the train function as ``assignment`` describes, in a warm process on the node or in a new process."""
+        """Run the train function as ``assignment`` describes, in a warm process on the node, or in a new one."""
         self._background.start(self._run(dataclasses.replace(assignment, token=self._token)))
 
     async def _run(self, assignment: Assignment) -> None:
@@ -182,7 +183,7 @@ class WorkerActors:
         self._notify_end(worker, await self._outcome(actor, token, worker, running))
 
     async def _outcome(self, actor: Any, token: str, worker: str, running: Any) -> RunResult | str:
-        """Return how a run has ended, or a string with the reason if its process is gone."""
+        """Return how a run ended, or a string with the reason if its process is gone."""
         try:
             while (result := await actor.outcome.remote(token, worker, _ASK_OUTCOME_S)) is None:
                 if running is not None and ray.wait([running], timeout=0, fetch_local=False)[0]:
@@ -307,7 +308,7 @@ class WorkerActors:
                 self.supply.end(actor)
 
     async def is_running(self, worker: str, timeout_s: float) -> bool | None:
-        """Return whether the worker's process is running, as seen by another process on its node; None if unknown.
+        """True if the worker's process is running, as seen by another process on its node; None if unknown.
 
         A process that is stopped, a zombie, or gone is not running. A process that is starved of CPU time or holds
         the GIL for long still counts as running.

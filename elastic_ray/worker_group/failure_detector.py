@@ -15,7 +15,8 @@ class FailureDetector:
     """Detector of silent workers (or drivers). Its clock stops while the controller itself is blocked.
 
     Args:
-        alone_s: Timeout of a sole member, and of a worker whose process was seen running [s]; None uses ``timeout_s``.
+        alone_s: Timeout for a sole member, and for a worker whose process was seen running [s]; None uses
+            ``timeout_s``.
     """
 
     def __init__(self, timeout_s: float, *, alone_s: float | None = None) -> None:
@@ -87,7 +88,7 @@ class ExpectedRanks:
         """Return the rank, node rank and world size that a starting worker can expect.
 
         Args:
-            nodes: Node of every living worker, including this one, keyed by worker id; oldest first.
+            nodes: Node of each living worker (including this worker), keyed by worker id, oldest first.
         """
         self._told = {each: rank for each, rank in self._told.items() if each in nodes and each != worker}
         # Members that have died are not members of the generation that the worker will join.

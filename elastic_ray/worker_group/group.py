@@ -52,7 +52,7 @@ _UNNOTED = 16  # workers that a controller may have named in its last moments
 
 
 class WorkerGroup:
-    """All workers of a job: members of the current and the planned generation (group), and workers that start."""
+    """All workers of a job: members of the current and the planned generation (group), and starting workers."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class WorkerGroup:
         return {worker: age_s for worker, age_s in silence_s.items() if age_s is not None}
 
     def is_member(self, generation: int, worker: str) -> bool:
-        """True if the worker is a member of ``generation`` (0: its own unit), the current or the announced one."""
+        """True if the worker is a member of ``generation``: current, announced, or 0 for the worker's own unit."""
         if generation == 0:
             return worker in self.machine.workers and worker not in self._given_up
         flight = self.machine.in_flight
@@ -268,7 +268,7 @@ class WorkerGroup:
             self._observer.events.warn(f"a unit spans {len(parts(place))} nodes: none has room for its {unit} workers")
 
     def _assignment(self, launch: Launch) -> Assignment:
-        """Return the assignment of a worker that starts now."""
+        """Return the assignment for a worker that is about to start."""
         self._record.starting()
         forming = self.machine.current is None
         if forming:

@@ -1,4 +1,4 @@
-"""SHELL: wait of a restarted controller until the workers of its predecessor have registered."""
+"""SHELL: waiting, in a restarted controller, until its predecessor's workers have registered."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STARVED_S = 20.0
 
 
 class Reconnection:
-    """Registrations of workers with a restarted controller; the latest one of each worker counts."""
+    """Workers' registrations with a restarted controller; only the latest from each worker counts."""
 
     def __init__(self, state: ControllerState, unit: int) -> None:
         self._unit = unit
@@ -89,7 +89,7 @@ class Reconnection:
         return [worker for worker in workers if (name := self._processes[worker]) and not _lives(name)]
 
     async def _runs(self, worker: str) -> bool | None:
-        """Return whether the worker's node sees its process running; None if unknown."""
+        """True if the worker's process is running, as seen from its node; None if unknown."""
         node, pid = self._homes.get(worker), self._pids.get(worker)
         if node is None or pid is None:
             return None
