@@ -86,11 +86,11 @@ def test_clocks_need_not_agree(run: RunStorage) -> None:
             (Path(run.path) / ALIVE_FILE).write_text(str(time_s))
             time.sleep(0.02)  # a controller's pace, faster
 
-    ahead = threading.Thread(target=write, args=(itertools.count(time.time() + 3e9),))
-    ahead.start()
+    back = threading.Thread(target=write, args=(itertools.count(time.time() - 100.0, -1.0),))
+    back.start()
     with pytest.raises(JobNameTakenError):
         check(run)
-    ahead.join()
+    back.join()
 
 
 def test_a_lost_job_is_continued_after_its_silence(run: RunStorage) -> None:
