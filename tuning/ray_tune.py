@@ -238,7 +238,7 @@ class ElasticTrainable(Trainable):
         self._asked_last = False
 
     def step(self) -> dict[str, Any]:
-        """Return the train loop's next report, with the number of ``workers`` added; the first call starts the job."""
+        """Return the train loop's next report, with the number of workers added as ``workers``; the first call starts the job."""
         if self._job is None:
             try:
                 self._job = self._start()
@@ -441,7 +441,7 @@ def _was_submitted(storage: StorageContext | None) -> bool:
 
 
 def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
-    """Return a Tune scheduler's promise (rule for comparing trials); None if the scheduler has no such rule.
+    """Return a Tune scheduler's promise (its rule for comparing trials); None if the scheduler has no such rule.
 
     ASHA, HyperBand and median stopping are supported with ``time_attr="training_iteration"``.
 

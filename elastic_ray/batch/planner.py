@@ -252,7 +252,7 @@ class BatchPlanner:
         return None if self._unbound is None else self._unbound.limits
 
     def set_critical_batch(self, batch_size: int) -> None:
-        """Limit the global batch to ``batch_size`` [samples], at least the initial M0; replaces an earlier limit."""
+        """Cap the global batch at ``batch_size`` samples (at least the initial M0), replacing any earlier cap."""
         self.critical_batch = batch_size
         self._bound()
 

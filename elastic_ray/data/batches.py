@@ -540,7 +540,7 @@ class WholeBatches(MapBatches):
         return StepBatches(total=ends[-1], sizes=[[count] for count in counts], fetches=fetches)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """Return the values that ``MapBatches`` compares between ranks, and a digest of the batches' end positions."""
+        """Return the values that ``MapBatches`` compares between ranks, and a digest of where the batches end."""
         ends = np.asarray(self.ends(epoch), dtype=np.int64)
         return {**super().facts(epoch), "the batches' ends": f"{digest(ends):016x}"}
 

@@ -40,7 +40,7 @@ class OwnPolicy:
     rigid: bool = False  # see ``Policy``
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
+        """Return a target size, and the reason for it, for each job, keyed by job name; see ``Policy.decide``."""
         return as_targets(self.name, self.function(jobs, cluster, now_s))
 
 

@@ -149,7 +149,7 @@ class ClusterScaler:
 
     @property
     def spot_types(self) -> frozenset[str]:
-        """Names of node types with nodes that the cloud may reclaim."""
+        """Names of node types whose nodes the cloud may reclaim."""
         return frozenset(each.name for each in self._config.node_types if each.spot)
 
     def is_due(self) -> bool:

@@ -383,10 +383,10 @@ class Reduction:
         return [rank for rank, (bad,) in enumerate(rows) if bad]
 
     def complete(self) -> None:
-        """Add compression residuals to the local gradients, if this rank's gradients are not summed with others.
+        """Add compression residuals to the local gradients, if these are not summed with those of other ranks.
 
-        If models are averaged, each rank's update has weight 1 / ranks in the mean, so the residual is multiplied by
-        the number of ranks.
+        When models are averaged, each rank's update is weighted by 1 / (number of ranks), so the residual is multiplied
+        by the number of ranks.
         """
         if self._group.world_size == 1:
             scale = self._grad_scale() * len(self._group.group.nodes)

@@ -38,7 +38,7 @@ def moved(moves: Sequence[Move], held: Sequence[Set[int]]) -> list[frozenset[int
 
 
 def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
-    """Return temporary owners, with any planned owner that lacks a tile replaced by another rank that holds it.
+    """Return interim owners: each planned owner that lacks its tile is replaced by a rank that holds it.
 
     Args:
         held: Tiles held by each rank; at least one rank must hold each tile.

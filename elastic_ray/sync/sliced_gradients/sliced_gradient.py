@@ -145,7 +145,7 @@ class SlicedGradient(Tensor):
         return found
 
     def clear(self) -> None:
-        """Turn the gradient into an ordinary tensor of zeros, because it was zeroed or its step was lost."""
+        """Replace the gradient with a plain zero tensor after it is zeroed or its step is lost."""
         self.content.become(torch.zeros(self.shape, dtype=self.dtype, device=self.device))
 
     @classmethod

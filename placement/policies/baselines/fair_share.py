@@ -22,7 +22,7 @@ class FairSharePolicy:
     name = "fair_share"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
+        """Return a target size, and the reason for it, for each job, keyed by job name; see ``Policy.decide``."""
 
         def worth(view: JobView, curve: Floats, workers: int) -> float | None:
             return -float(workers) if curve[workers + 1] > curve[workers] else None

@@ -23,7 +23,7 @@ class FifoPolicy:
     rigid: bool = dataclasses.field(default=True, init=False)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
+        """Return a target size, and the reason for it, for each job, keyed by job name; see ``Policy.decide``."""
         order = sorted(jobs, key=lambda view: view.arrival)
         if any(requested_workers(view) is not None for view in jobs):
             return _in_line(order, cluster)

@@ -29,7 +29,7 @@ class FixedPolicy:
             raise ValueError(f"workers must be 1 or more, or None for each job's maximum, but got {self.workers}")
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
+        """Return a target size, and the reason for it, for each job, keyed by job name; see ``Policy.decide``."""
         admission = admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}
         for view in sorted(jobs, key=lambda view: view.arrival):

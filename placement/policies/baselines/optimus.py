@@ -33,7 +33,7 @@ class OptimusPolicy:
     rigid: bool = dataclasses.field(default=True, init=False)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
+        """Return a target size, and the reason for it, for each job, keyed by job name; see ``Policy.decide``."""
         told = any(oracle_of(view) is not None for view in jobs)
         admission = _in_order(jobs, cluster) if told else admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=why) for job, why in admission.waiting.items()}

@@ -42,7 +42,7 @@ class ThroughputEfficiencyPolicy:
         check_number("slow_factor", self.slow_factor, above=1)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
+        """Return a target size, and the reason for it, for each job, keyed by job name; see ``Policy.decide``."""
         return decide_by_worth(jobs, cluster, self._worth, self._say, slow_factor=self.slow_factor)
 
     def _worth(self, view: JobView, curve: Floats, workers: int) -> float | None:

@@ -34,7 +34,7 @@ class TiresiasPolicy:
         check_number("threshold_s", self.threshold_s, above=0, unit="GPU-seconds")
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
+        """Return a target size, and the reason for it, for each job, keyed by job name; see ``Policy.decide``."""
         order = self._queue(jobs)
         if any(requested_workers(view) is not None for view in jobs):
             return self._share_time(order, cluster)

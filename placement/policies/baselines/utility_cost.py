@@ -57,7 +57,7 @@ class UtilityCostPolicy:
         return self if self.prices else dataclasses.replace(self, prices=dict(prices))
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Return a target size with its reason for every job, keyed by job name; see ``Policy.decide``."""
+        """Return a target size, and the reason for it, for each job, keyed by job name; see ``Policy.decide``."""
         room = FreeResources(cluster)
         types = {node.node_id: node.gpu_type for node in cluster.nodes}
         prices = {view.job: self._price(view, room, types) for view in jobs}

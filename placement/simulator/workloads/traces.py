@@ -45,7 +45,7 @@ class TraceJob:
 
 
 def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJob, ...]:
-    """Return the jobs of a CSV file in the order of submission; simultaneous jobs keep their order in the file."""
+    """Return the jobs of a CSV file in order of submission; simultaneous jobs keep their order in the file."""
     jobs = [_job(row, f"{path}, line {line}") for line, row in read_rows(path, COLUMNS, "trace")]
     return in_order(jobs, applications, str(path))
 
@@ -65,7 +65,7 @@ def _job(row: dict[str, str | None], where: str) -> TraceJob:
 
 
 def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str) -> tuple[TraceJob, ...]:
-    """Return the jobs in the order of submission."""
+    """Return the jobs in order of submission."""
     if not jobs:
         raise InputError(f"trace {where} must hold one job or more, but is empty")
     seen: set[str] = set()
