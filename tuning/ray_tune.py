@@ -210,7 +210,7 @@ class ElasticTrainable(Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
-        """Return the resources for a trial's own process: almost none, on the head node, where its controller runs."""
+        """Return the resources for the process that Tune starts for a trial: almost none, on the head node."""
         _check_space(config)
         _notify_kept_actors()
         _end_stopped_sweeps()
@@ -238,7 +238,7 @@ class ElasticTrainable(Trainable):
         self._asked_last = False
 
     def step(self) -> dict[str, Any]:
-        """Return the train loop's next report, with the number of workers added as ``workers``; the first call starts the job."""
+        """Return the train loop's next report, with ``workers`` added (their number); the first call starts the job."""
         if self._job is None:
             try:
                 self._job = self._start()

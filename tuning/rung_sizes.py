@@ -90,7 +90,7 @@ class RungSizes:
 
 
 def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) -> tuple[Rung, ...]:
-    """Return how much training is left before each rung of a sweep of ``trials``, given those started so far."""
+    """Return, for each rung, the training left between the previous rung and it, in a sweep of ``trials`` trials."""
     found, low, expected = [], 0, float(trials)
     for high in promise.rungs:
         made = [min(max(len(each.values) - low, 0), high - low) for each in records]

@@ -125,7 +125,10 @@ def sweep_runs(name: str) -> bool:
 
 
 def claim_sweep(name: str, driver: SweepDriver) -> None:
-    """Make ``driver`` the only driver of the sweep ``name``; wait up to 10 s for an earlier driver to end."""
+    """Make ``driver`` the only driver of the sweep ``name``; wait up to 10 s to see whether an earlier one has ended.
+
+    Raises SweepRunsError if the earlier driver is running.
+    """
     deadline = time.monotonic() + 2 * _SEEN_S
     for attempt in range(_ATTEMPTS):
         try:

@@ -192,9 +192,10 @@ class Run:
             each.close()
 
     def run_out_of_memory(self) -> bool:
-        """Record that this rank ran out of memory in the current step; False if smaller micro-batches cannot help.
+        """Record that this rank ran out of memory in the current step, which is repeated with smaller micro-batches.
 
-        The group must change if this rank had more than an equal share, or its gradients are already averaged.
+        Returns False, and records nothing, if that is impossible: in a unit, outside a step's own micro-batches, at the
+        smallest micro-batch, or if this rank had more than an equal share.
         """
         step, info = self.ledger.outermost, self.registry.loaders.info
         if self.unit is not None:

@@ -225,7 +225,7 @@ class GradientEngine(Participant):
             )
 
     def before_forward(self) -> None:
-        """Rebuild the buckets before a forward pass if parameters were unfrozen or a strategy change is pending."""
+        """Prepare for a forward pass, and rebuild the buckets if parameters were unfrozen or the strategy changes."""
         force = self._in_force
         if force.tuner is not None:
             force.before_forward()

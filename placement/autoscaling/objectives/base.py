@@ -99,7 +99,7 @@ class Objective(Protocol):
         ...
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """Return the wanted size of each job, keyed by job; a job that is left out cannot use any available node.
+        """Return the wanted size of each job, keyed by job; jobs that fit no launchable node type are left out.
 
         ``now_s`` is the current time [s since the epoch].
         """
