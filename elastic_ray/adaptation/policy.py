@@ -39,7 +39,7 @@ class Policy:
         deadline_s: maximum time a hook may run [s]; a policy whose hook takes longer is not called again.
         owns_batch: if True, other policies' requests for a batch size are ignored.
         starts_at_initial: if True, the run starts with the loader's batch, even if similar jobs ran best with a
-            different batch.
+            different batch, and keeps it until a policy sets another one; ``SetBatch(None)`` lets the job choose.
 
     Examples:
         >>> from elastic_ray.adaptation import Policy, PolicyView, Resize

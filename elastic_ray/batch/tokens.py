@@ -81,9 +81,11 @@ class TokenBatch:
         largest = self.max_batch_size or self.batch_size
         if epoch is None or largest <= epoch:
             return largest
-        if self.counted:  # the length is a guess so far
-            return max(epoch, self.batch_size)
+        if self.counted and self.batch_size <= epoch:  # the length is a guess so far
+            return epoch
         name, tokens = ("max_batch_tokens", self.most) if self.most else ("batch_tokens's batch", self._largest)
+        if self.batch_size > epoch:
+            name, tokens = "batch_tokens", self.ramp[0][1]
         raise ValueError(
             f"{name} must be at most an epoch's {epoch} samples of {self.per_sample:g} tokens, but got {tokens}"
         )

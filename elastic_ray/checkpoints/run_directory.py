@@ -190,7 +190,7 @@ class RunStorage:
         return tuple(events)
 
     def last_written_s(self) -> float:
-        """Return when an event, report or automatic checkpoint was last written [s since the epoch]; 0 if never."""
+        """Return when an event, report, checkpoint or sign of life was last written [s since the epoch]; 0 if never."""
         names = (EVENTS_FILE, REPORTS_FILE, "reports", "automatic", ALIVE_FILE)
         infos = self.filesystem.get_file_info([posixpath.join(self.path, name) for name in names])
         return max((info.mtime_ns or 0) for info in infos) / 1e9

@@ -126,9 +126,11 @@ class JobClient:
 
     def ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the controller and return its result."""
-        try:  # a call that meets a restart is repeated: controllers may be asked twice
+        try:  # a call that meets a restart is repeated: to ask for the same status, size or end twice does no harm
             return insist(
-                lambda: getattr(self.controller, method).remote(*arguments, **options), timeout_s=_CALL_TIMEOUT_S
+                lambda: getattr(self.controller, method).remote(*arguments, **options),
+                timeout_s=_CALL_TIMEOUT_S,
+                patience_s=_CALL_TIMEOUT_S,
             )
         except (GetTimeoutError, ActorUnavailableError):
             raise click.ClickException(

@@ -54,14 +54,15 @@ def _read(path: str | None) -> tuple[list[UsageRow], list[str]]:
     from elastic_ray.observe.page.sources.files import run_folders
 
     rows, unread = list[UsageRow](), list[str]()
+    default = os.environ.get("RAY_AIR_LOCAL_CACHE_DIR") or os.path.expanduser("~/ray_results")
+    where = default if path is None else path
     try:
-        default = os.environ.get("RAY_AIR_LOCAL_CACHE_DIR") or os.path.expanduser("~/ray_results")
-        filesystem, root = resolve(default if path is None else path, None)
+        filesystem, root = resolve(where, None)
         if path is not None and filesystem.get_file_info(root).type == pyarrow.fs.FileType.NotFound:
             raise FileNotFoundError("it does not exist")
         folders = run_folders(filesystem, root)
     except (OSError, ValueError) as error:
-        raise click.ClickException(f"storage path {path!r} cannot be read: {error}") from error
+        raise click.ClickException(f"storage path {where!r} cannot be read: {error}") from error
     for _, folder in folders:
         job = posixpath.relpath(folder, root) if folder != root else posixpath.basename(root)
         storage = RunStorage(folder, filesystem)

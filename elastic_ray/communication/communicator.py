@@ -381,7 +381,10 @@ class Communicator:
 
         def finish() -> None:
             for work in works:
-                work.wait()
+                if self._nccl is None:  # without a timeout gloo keeps the one that the group was formed with
+                    work.wait(timedelta(seconds=self.timeout_s))
+                else:
+                    work.wait()
             if self._nccl is not None:
                 if not has_run(works, self._voided, deadline):
                     raise RuntimeError("the generation was called off")

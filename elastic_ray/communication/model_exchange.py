@@ -112,7 +112,7 @@ class _Pulls:
         return self._thread.submit(self._pull, self._choice.choice(peers), layout, into) if peers else None
 
     def _pull(self, peer: int, layout: int, into: Sequence[torch.Tensor]) -> float | None:
-        """Pull a rank's model; return False if it has no newer model. A rank that fails is not asked again."""
+        """Pull a rank's model; return when it was published [s], None if it is no newer. A failing rank is left out."""
         try:
             connection = self._connection(peer)
             asked_s = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,12 +21,12 @@ class StagedTransfer:
     def __init__(self, work: Any, host: torch.Tensor, into: torch.Tensor | None = None) -> None:
         self._work, self._host, self._into = work, host, into
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta) -> None:
         """Wait until the data has been sent, or received and copied to its target.
 
-        Raises RuntimeError if the peer is gone, or the timeout has passed.
+        Raises RuntimeError if the peer is gone, or ``timeout`` has passed.
         """
-        self._work.wait()
+        self._work.wait(timeout)
         if self._into is not None:
             self._into.copy_(self._host)
 

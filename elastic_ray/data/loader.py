@@ -16,7 +16,7 @@ from elastic_ray.batch.growth import read_ramp
 from elastic_ray.batch.halving import Halving
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded, cut_within
 from elastic_ray.batch.reports import LoaderInfo
-from elastic_ray.batch.tokens import NOT_COUNTED, TokenBatch, read_token_batch
+from elastic_ray.batch.tokens import NOT_COUNTED, WEIGH, TokenBatch, read_token_batch
 from elastic_ray.data.arguments import LoaderArguments, batch_of_worker, copied_arguments, describe_sample, first_length
 from elastic_ray.data.batches import (
     BatchSamplerOrder,
@@ -290,8 +290,13 @@ class AdaptiveDataLoader(ResumableLoader):
         """Convert the batch declared in tokens to samples again, using the tokens counted by the loop so far.
 
         Raises:
-            RuntimeError: the loop has trained a step without counting its tokens.
+            RuntimeError: the loop has trained a step without counting its tokens, or models are averaged.
         """
+        if self._session.registry.drifts:
+            raise RuntimeError(
+                f"tokens_per_sample={WEIGH!r} cannot be used with strategies that average models, which exchange no "
+                "counts: give tokens_per_sample as a number, or choose another strategy"
+            )
         progress = self._session.progress
         before, self._counted = self._counted, (progress.steps, progress.weighed_samples)
         if before is not None and progress.steps > before[0] and progress.weighed_samples == before[1]:
@@ -402,6 +407,7 @@ class AdaptiveDataLoader(ResumableLoader):
         if loader_pass.done:
             return
         self._reading = None
+        self._counted = None  # steps since this loader's last pass are those of other loaders
         epoch = self._epoch()
         try:
             while True:

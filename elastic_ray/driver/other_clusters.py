@@ -60,7 +60,7 @@ def _unfinished(storage: RunStorage) -> SubmittedJob | None:
     """Return the submission stored in a run's directory; None if it has ended, or there is none that can be read."""
     try:
         stored = SubmittedJob.from_json(storage.read_submission())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, PermissionError, ValueError):
         return None
     return None if stored.why_not(storage.read_events()) is None else stored
 
@@ -76,7 +76,7 @@ def _is_gone(theirs: SubmittedJob, ours: SubmittedJob) -> bool:
             socket.create_connection(place, timeout=_ANSWER_S).close()
         except ConnectionRefusedError:
             return True
-        except (OSError, OverflowError):
+        except (OSError, OverflowError, UnicodeError):
             return False
     return False
 

@@ -110,7 +110,11 @@ class Schedulers:
 
     def _set_rates(self, rates: list[dict[str, Any]]) -> None:
         for group, values in zip(self._optimizer.param_groups, rates, strict=False):  # one may have been added
-            group.update(values)
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
+                    group[name].copy_(value)  # a compiled or captured step reads this object
+                else:
+                    group[name] = value
 
 
 def _with_inner(scheduler: Any) -> list[Any]:

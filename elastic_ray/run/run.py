@@ -398,7 +398,7 @@ class OptimizerWatch:
         self.known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.late: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._told = False
+        self._told: set[str] = set()  # warnings, without the optimizer's name
         self._schedulers: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Any]]]
         self._schedulers = weakref.WeakKeyDictionary()
 
@@ -449,11 +449,11 @@ class OptimizerWatch:
                 f"{name} steps parameters that AdaptiveDataParallel does not know, in a job of up to {most} workers: "
                 "each trains a copy of its own on its own share of the samples, and workers that join later get none. "
                 "Wrap the model: model = elastic_ray.AdaptiveDataParallel(model, optimizer). For a model that is each "
-                "worker's own, make the optimizer within the epochs"
+                "worker's own, make the optimizer within the epochs (a copy does not count)"
             )
         if not allowed:
             raise RuntimeError(text)
         self._checked.add(optimizer)
-        if not self._told:
-            self._told = True
+        if (kind := text.removeprefix(name)) not in self._told:
+            self._told.add(kind)
             self._tell("warning", text)

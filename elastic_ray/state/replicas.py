@@ -189,7 +189,6 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 _ROW = 8  # integers that are added up before they are weighed by their place
 _LARGE_BYTES = 1 << 16
-_DIGEST_BYTES = 5
 
 
 def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

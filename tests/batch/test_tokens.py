@@ -65,7 +65,9 @@ def test_limits_follow_what_was_counted(first: int, more: int, before: int, afte
 
 def test_no_batch_exceeds_an_epoch() -> None:
     counted, fixed = read(640, "weigh", 6400, first=8), read([(0, 64), ("1B", 6400)], 8)
-    assert [counted.most_within(epoch) for epoch in (None, 900, 96, 10)] == [800, 800, 96, 80]
+    assert [counted.most_within(epoch) for epoch in (None, 900, 96)] == [800, 800, 96]
+    with pytest.raises(ValueError, match=r"batch_tokens must be at most an epoch's 10 samples.*but got 640"):
+        counted.most_within(10)
     with pytest.raises(ValueError, match=r"batch_tokens's batch must be at most an epoch's 96 samples of 8 tokens"):
         fixed.most_within(96)
     with pytest.raises(ValueError, match=r"max_batch_tokens must be at most an epoch's 96 samples.*but got 6400"):

@@ -10,6 +10,7 @@ import torch
 
 import elastic_ray as er
 from elastic_ray.run.current import set_session
+from elastic_ray.sync import LocalSGD
 from tests.loop.changing import Change, Kill, run_job
 
 LENGTH, SAMPLES, EPOCHS = 8, 96, 2
@@ -33,12 +34,13 @@ def train(
     weigh: Callable[[int], bool] = lambda step: True,
     seen: Callable[[Any], None] = lambda loader: None,
     empty: int = 0,
+    strategy: Any = None,
     **batch: Any,
 ) -> list[list[int]]:
     """Samples of each step, by epoch."""
     model = torch.nn.Linear(LENGTH, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=strategy)
     loader = er.AdaptiveDataLoader(texts(), seed=1, **batch)
     epochs, at = list[list[int]](), er.get_context().get_global_step
     for _ in er.remaining_epochs_until(EPOCHS):
@@ -122,3 +124,25 @@ def test_cap_beyond_the_epoch_is_refused() -> None:
         ValueError, match="max_batch_tokens must be at most an epoch's 96 samples of 8 tokens, but got 1000"
     ):
         er.AdaptiveDataLoader(texts(), batch_tokens=64, tokens_per_sample=LENGTH, max_batch_tokens="1K")
+
+
+def test_steps_of_other_loaders_need_no_counts() -> None:
+    model = torch.nn.Linear(LENGTH, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    counted = er.AdaptiveDataLoader(texts(), seed=1, batch_tokens=64, tokens_per_sample="weigh")
+    other = er.AdaptiveDataLoader(texts(), seed=1, batch_size=SAMPLES)
+    for _ in er.remaining_epochs_until(EPOCHS):
+        for loader in (counted, other):
+            for x, counts in loader:
+                if loader is counted:
+                    loader.weigh(counts.sum().item())
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+    assert counted.current_batch_size == 16, "as many samples as have 64 tokens"
+
+
+def test_averaged_models_count_no_tokens() -> None:
+    with pytest.raises(RuntimeError, match="cannot be used with strategies that average models"):
+        train(strategy=LocalSGD(period=2), batch_tokens=64, tokens_per_sample="weigh")

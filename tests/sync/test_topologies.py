@@ -96,6 +96,24 @@ def own(rank: int) -> torch.Tensor:
     return torch.randn(38, generator=torch.Generator().manual_seed(rank))
 
 
+def test_late_rank_is_waited_for_longer_than_groups_form() -> None:
+    def work(communicator: Communicator) -> list[float]:
+        if communicator.rank:
+            time.sleep(1.5)  # later than the group had to form within
+        bucket, operation = Bucket(0, 0, [torch.nn.Parameter(torch.zeros(4))], 0), make_operation(plan("ring", (0, 1)))
+        bucket.flat.fill_(1.0)
+        for each in operation.launch(bucket, communicator.gradients):
+            communicator.wait(each)
+        if communicator.rank:
+            time.sleep(1.5)  # the same for a receive of user code
+            communicator.wait_all([communicator.send(torch.ones(1), 0, 99)])
+        else:
+            communicator.wait_all([communicator.receive(torch.zeros(1), 1, 99)])
+        return [float(each) for each in bucket.flat]
+
+    assert on_ranks(2, work, form_s=1.0) == [[2.0] * 4] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("topology", list(SCHEDULES))
 def test_ranks_of_a_real_group_hold_equal_bits(topology: str, dtype: torch.dtype) -> None:

@@ -33,7 +33,7 @@ class TrainerState:
             "logged": [_described(each) for each in trainer.fit_loop.epoch_loop._results.values() if _is_live(each)],
             "should_stop": bool(trainer.should_stop),
             "saved": _saving(trainer),
-            "metrics": {name: float(value) for name, value in _last_values(trainer).items() if value.numel() == 1},
+            "metrics": {name: float(value) for name, value in _last_values(trainer).items() if _is_number(value)},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -48,6 +48,11 @@ class TrainerState:
         _call_callbacks_load_state_dict(self._trainer, {"callbacks": state["callbacks"]})
         for each in state["logged"]:
             _read_logged(self._trainer, each)
+
+
+def _is_number(value: Any) -> bool:
+    """True if a metric is a tensor with one element, or a number that user code has written."""
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
 
 
 class StepState:

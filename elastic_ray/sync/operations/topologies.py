@@ -205,6 +205,7 @@ def exchange(rounds: Sequence[Round], flat: torch.Tensor, rank: int, group: Any,
 
     Raises RuntimeError if a peer is gone, or the group's timeout has passed.
     """
+    timeout = group.options._timeout  # without it gloo's sends and receives keep the one that the group was formed with
     coming: list[list[tuple[torch.Tensor, torch.Tensor, Any]]] = []
     for number, each in enumerate(rounds):
         parts = []
@@ -221,8 +222,8 @@ def exchange(rounds: Sequence[Round], flat: torch.Tensor, rank: int, group: Any,
             if source == rank and begin < end
         ]
         for work in going:
-            work.wait()  # two ranks may add what they exchange
+            work.wait(timeout)  # two ranks may add what they exchange
         for mine, part, work in parts:
-            work.wait()
+            work.wait(timeout)
             if part is not mine:
                 mine.add_(part)

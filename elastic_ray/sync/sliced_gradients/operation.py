@@ -51,7 +51,7 @@ class SlicedBucket(Bucket):
         """Pieces of the bucket for the current owners, as a new tuple whenever the owners change."""
         owners = [each.owners for each in self._tiles]
         if self._pieces is None or any(map(operator.is_not, owners, self._pieces[0])):
-            found = [each.owned_spans(self.params) for each in self._tiles if each.owners]
+            found = [each.owned_spans(self.params) for each in self._tiles if each.tiled]
             spans = [[span for mine in of_param for span in mine] for of_param in zip(*found, strict=True)]
             self._pieces = owners, pieces_of([p.numel() for p in self.params], spans)
         return self._pieces[1]
