@@ -24,6 +24,8 @@ class BackgroundWork(concurrent.futures.Future[None]):
             failure = self.exception(None if timeout is None else timeout.total_seconds())
         except concurrent.futures.TimeoutError as error:
             raise RuntimeError("transfers have not ended yet") from error
+        if failure is not None and not isinstance(failure, RuntimeError):
+            raise failure  # a fault of the code, which no new group mends
         if failure is not None:
             raise RuntimeError(str(failure)) from failure
 

@@ -403,6 +403,8 @@ class Communicator:
         failure = ending.exception() if ending.done() else RuntimeError("the generation was called off")
         if failure is not None:
             self.broken = True
+            if not isinstance(failure, RuntimeError):
+                raise failure  # a fault of the code, which no new group mends
             raise CommunicationFailedError(str(failure).split("\n", 1)[0])
 
     def waited_briefly(self, work: Any) -> bool:

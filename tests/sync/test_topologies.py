@@ -192,6 +192,14 @@ def test_rounds_end_with_their_group(ending: str) -> None:
         assert isinstance(told, str) and ("called off" in told) == (ending == "void"), told
 
 
+def test_a_fault_of_the_code_is_no_lost_peer() -> None:
+    def fail() -> None:
+        raise TypeError("a fault")
+
+    with pytest.raises(TypeError, match="a fault"):
+        TransferThreads().start(fail).wait()
+
+
 def test_a_failed_transfer_keeps_nothing_alive() -> None:
     class Backend:
         def fail(self) -> None:
