@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import posixpath
 import re
@@ -172,7 +173,8 @@ class RunStorage:
         """Return the time that the run's controller stored last [s since the epoch, its clock]; 0 if none is stored."""
         try:
             with open_whole(self.filesystem, posixpath.join(self.path, ALIVE_FILE)) as stream:
-                return float(stream.read(64))
+                stored = float(stream.read(64))
+                return stored if math.isfinite(stored) else 0.0
         except (FileNotFoundError, ValueError):
             return 0.0
 

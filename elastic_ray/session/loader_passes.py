@@ -437,8 +437,8 @@ class LoaderPasses:
         """Agree that a pass ends, unless its last round's vote did; True if merge layouts are known to be equal."""
         run, depth = self._run, self._run.ledger.depth
         known, self._ends = self._ends, None
-        if known is not None and known[0] is loader_pass and known[1] == run.group.generation:
-            return known[2]
+        if known is not None and known[0] is loader_pass and known[1] == run.group.generation and run.registry.drifts:
+            return known[2]  # once averaging is over, replicas are compared as at any end
         described = self._plans.get(depth) if depth else None
         plan = described[2] if described is not None and described[0] is loader_pass else None
         layout = run.registry.merge_layout if not depth and run.group.world_size > 1 else None

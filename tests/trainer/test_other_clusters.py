@@ -133,3 +133,9 @@ def test_ended_jobs_and_new_directories_are_free(run: RunStorage, tmp_path: Path
     assert check(RunStorage(str(tmp_path / "new")), watch_s=60.0) < 30.0
     run.write_submission("{}")
     assert check(run, watch_s=60.0) < 30.0, "no submission"
+
+
+@pytest.mark.parametrize("stored", ["nan", "inf", "", "no time"])
+def test_a_damaged_sign_of_life_is_none(run: RunStorage, stored: str) -> None:
+    Path(run.path, ALIVE_FILE).write_text(stored)
+    assert check(run) >= 0.0, "a value that never equals itself is no life"

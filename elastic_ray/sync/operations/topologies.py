@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_ray.sync.operations.bucket_operation import BucketOperation
 from elastic_ray.sync.operations.buckets import Bucket
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ SCHEDULES: Mapping[str, Callable[[Sequence[int], int], list[Round]]] = MappingPr
 """By name: from the node of each rank, as numbers, and the elements of a bucket to the rounds of its sum."""
 
 
-class RoutedReduceOperation:
+class RoutedReduceOperation(BucketOperation):
     """Sum of a flat bucket and its tail, following a schedule of rounds; a stateless ``BucketOperation``.
 
     On CPUs, ranks send only to ranks that receive data, and one thread per bucket runs the rounds. On GPUs, each round
@@ -185,9 +186,6 @@ class RoutedReduceOperation:
         sent = [flat[begin:end] for begin, end in out if end > begin]
         given = sent[0] if len(sent) == 1 else torch.cat([flat[:0], *sent])
         return (group.all_to_all(received, given, sizes, [end - begin for begin, end in out]),)
-
-    def commit(self) -> None:
-        """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
         """Drop buffers that an abandoned collective may still be writing to; the operation has no other state."""
