@@ -188,8 +188,9 @@ def test_rounds_end_with_their_group(ending: str) -> None:
 
     gone, *others = on_ranks(3, work, timeout_s=30.0)
     assert gone == "gone"
-    for told in others:
-        assert isinstance(told, str) and ("called off" in told) == (ending == "void"), told
+    assert all(isinstance(told, str) for told in others), others
+    # The rank that calls off first is a lost peer to the other one.
+    assert any("called off" in told for told in others) == (ending == "void"), others
 
 
 def test_a_fault_of_the_code_is_no_lost_peer() -> None:
