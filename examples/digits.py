@@ -249,8 +249,9 @@ def main(arguments: argparse.Namespace) -> int:
     target = SMOKE_ACCURACY if arguments.smoke else TARGET_ACCURACY
     ray.init(address="local", num_cpus=SLOTS, include_dashboard=False, log_to_driver=False, logging_level="error")
     show(f"one Ray cluster with {SLOTS} slots, started in {time.monotonic() - start_s:.1f} s")
-    with tempfile.TemporaryDirectory(prefix="elastic-ray-digits-") as directory:
-        demo = Demo(directory, smoke=arguments.smoke)
+    with contextlib.ExitStack() as stack:
+        directory = arguments.storage or stack.enter_context(tempfile.TemporaryDirectory(prefix="elastic-ray-digits-"))
+        demo = Demo(str(Path(directory).absolute()), smoke=arguments.smoke)
         try:
             demo.run()
             good = summary(demo, target)
@@ -267,6 +268,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="two jobs of a few epochs and no kills")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the jobs' sizes over time, .png or .svg")
+    parser.add_argument("--storage", type=Path, metavar="DIR", help="keep the runs here; by default they are deleted")
     return parser.parse_args()
 
 
