@@ -28,7 +28,7 @@ def in_two_units(folder: Path, work: Callable[[int, int, Communicator], Any]) ->
         try:
             group = UnitGroup(place, cuda=False, timeout_s=20.0)
             make = functools.partial(UnitCommunicator, group)
-            return work(*worker, member(controller, unit, 2, generation=1 + position, make=make, timeout_s=3.0))
+            return work(*worker, member(controller, unit, 2, generation=1 + position, make=make, timeout_s=20.0))
         except CommunicationFailedError as error:
             return error
 
