@@ -157,8 +157,8 @@ def test_a_lost_groups_request_stays_with_it(pair: Pair) -> None:
     ask_ahead(second)
     while wire.asked == OWN:  # until the request for step 2 waits for its answer
         time.sleep(0.005)
-    second.end_round(lost=True)
     since_s = time.monotonic()
+    second.end_round(lost=True)
     wire = enter(first, second)
     assert time.monotonic() - since_s < 9.0, "it waits for the lost group"
     second.start_round(0, 4)
