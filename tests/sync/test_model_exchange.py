@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from elastic_ray.communication.model_exchange import ModelExchange
 from elastic_ray.loop.api import current_session
@@ -69,6 +71,7 @@ def until(done: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + WAIT_S
     while not done():
         assert time.monotonic() < deadline_s
+        time.sleep(0.001)
 
 
 def alone(exchange: ModelExchange, peer: int) -> None:
@@ -248,20 +251,34 @@ def test_a_pull_of_other_tensors_is_not_taken(three: list[ModelExchange]) -> Non
     assert first.arrived([torch.zeros(3)]) is None
 
 
-def mixed(strategy: Any) -> Any:
-    def wait_for_pull(step: int, model: torch.nn.Module) -> None:
-        for exchange in current_session().run.exchanges:
-            if exchange._pulled is not None:
-                exchange._pulled.exception(WAIT_S)
+def wait_for_pull(step: int, model: torch.nn.Module) -> None:
+    for exchange in current_session().run.exchanges:
+        if exchange._pulled is not None:
+            exchange._pulled.exception(WAIT_S)
 
+
+def mixed(strategy: Any) -> Any:
     return Loop(strategy, inside=wait_for_pull)()
+
+
+def mixed_in_step(strategy: Any) -> Any:
+    """The same of two ranks that make each step at one time: further apart, they pull models of other steps."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False)
+
+    def inside(step: int, model: torch.nn.Module) -> None:
+        store.add(f"step {step}", 1)
+        until(lambda: store.add(f"step {step}", 0) == 2)
+        wait_for_pull(step, model)
+
+    return Loop(strategy, inside=inside)()
 
 
 def test_models_of_pairs_stay_closer(ranks: Ranks) -> None:
     """Than those of ranks that only train by themselves for as long."""
     apart = {}
     for strategy in (PairAveraging(period=5), LocalSGD(period=5)):
-        (one, ours), (other, theirs) = ranks.run(mixed, strategy, world=2)
+        (one, ours), (other, theirs) = ranks.run(mixed_in_step, strategy, world=2)
         assert torch.equal(one, other) and len(ours) == STEPS, "all end with one model"
         apart[type(strategy)] = float(torch.dist(ours[4].after, theirs[4].after))
     assert 0 < apart[PairAveraging] < 0.95 * apart[LocalSGD]
