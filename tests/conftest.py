@@ -18,7 +18,7 @@ import pytest
 from tests.expected_skips import unexpected
 from tests.local_cluster import LocalCluster, clean_up  # sets Ray's environment: before anything imports Ray
 
-SETTLE_S = 5.0
+SETTLE_S = 30.0  # of a machine that others use, too
 NEW_EXAMPLES = "HYPOTHESIS_NEW_EXAMPLES"
 # A module that names one of these starts a cluster or other programs, or else groups of ranks. Under pytest-xdist the
 # tests of each kind run one after the other, beside the other kind's or beside those that only compute.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.loop.ports import free_port
 
 # Before anything imports Ray or torch: both read their environment once, and workers inherit it.
 RAY_TMPDIR = tempfile.mkdtemp(prefix="er-", dir="/tmp")  # short: a Unix socket's path has room for 107 bytes
@@ -181,12 +182,6 @@ class LocalCluster:
 def disconnect(node: Any) -> None:
     """End the thread that asks a cluster's control store: Ray keeps it to the interpreter's end, which it may crash."""
     node._gcs_client = None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def clean_up(*, failed: bool) -> None:

@@ -119,7 +119,7 @@ def test_three_jobs_share_a_cluster_through_two_kills() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]])
 def test_the_loop_runs_alone_and_under_torchrun(launcher: list[str]) -> None:
-    output = run(sys.executable, *launcher, "examples/digits_loop.py", timeout_s=110)
+    output = run(sys.executable, *launcher, "examples/digits_loop.py", timeout_s=300)
     assert len(output.splitlines()) == 1
     match = re.match(r"accuracy (0\.\d+) on the held-out digits", output)
     assert match is not None, output
@@ -129,7 +129,7 @@ def test_the_loop_runs_alone_and_under_torchrun(launcher: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_a_policy_of_ones_own_moves_the_sizes() -> None:
-    output = run(sys.executable, "examples/custom_policy.py", timeout_s=140)
+    output = run(sys.executable, "examples/custom_policy.py", timeout_s=300)
     sizes = re.findall(r"workers: (.*)", output)
     assert "long 4" in sizes, output
     assert any(re.fullmatch(r"long [12], short [23]", size) for size in sizes), "the shorter one comes first"

@@ -82,7 +82,7 @@ def test_the_version_is_the_changelogs_newest_and_stands_once() -> None:
     assert f"\nversion: {newest[1]}\n" in (root / "CITATION.cff").read_text()
     assert 'dynamic = ["version"]' in (root / "pyproject.toml").read_text()
     shown = subprocess.run(
-        [sys.executable, "-m", "elastic_ray.cli", "--version"], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "elastic_ray.cli", "--version"], check=True, capture_output=True, text=True, timeout=180
     )
     assert shown.stdout.rstrip().endswith(elastic_ray.__version__)
 
@@ -101,7 +101,7 @@ def test_a_file_that_hides_our_package_is_named(hidden: str, line: str, tmp_path
     file.touch()
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     answer = subprocess.run(
-        [sys.executable, "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180
     )
     last = answer.stderr.rstrip().splitlines()[-1]
     assert answer.returncode == 1 and last.startswith("ImportError: ") and str(file) in last

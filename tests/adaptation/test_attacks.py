@@ -69,13 +69,13 @@ def step(workers: list[Worker]) -> None:
 class Bad(Policy):
     """Does something in step 2 that it should not, on the ranks given."""
 
-    deadline_s = 0.3
-
     def __init__(self, does: Callable[[Bad, PolicyView], Any], rank: int, ranks: tuple[int, ...] = (0, 1)) -> None:
         self.here = rank in ranks
         self.seen: list[int] = []
         self._does = does
         self._rank = rank
+        if does is ATTACKS["blocks"][0]:
+            self.deadline_s = 0.3
 
     def state_dict(self) -> Mapping[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("here", "_does", "_rank", "strict")}

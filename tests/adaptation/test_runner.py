@@ -109,7 +109,8 @@ class Fails(Policy):
 
     def __init__(self, how: str) -> None:
         self.how = how
-        self.deadline_s = 0.2
+        if how == "blocks":
+            self.deadline_s = 0.2
 
     def after_step(self, view: PolicyView) -> Any:
         if view.step != 1:
@@ -269,7 +270,8 @@ class Wishes(Policy):
 
     def __init__(self, how: str = "", to: int = 3, rank: int = 0) -> None:
         self.how, self.to, self.rank = how, to, rank
-        self.deadline_s = 0.2
+        if how == "blocks":
+            self.deadline_s = 0.2
 
     def after_step(self, view: PolicyView) -> Answer:
         if view.step == 3 and self.how == "blocks":

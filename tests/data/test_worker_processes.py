@@ -46,7 +46,7 @@ class Items(Dataset):
         return Item(torch.ones(4))
 
 def train(config):
-    loader = DataLoader(Items(config == "fails"), batch_size=4, num_workers=1, timeout=20, collate_fn=config)
+    loader = DataLoader(Items(config == "fails"), batch_size=4, num_workers=1, timeout=100, collate_fn=config)
     return next(iter(loader))
 
 sys.stdout.buffer.write(ray.cloudpickle.dumps((train, collated)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import tests.local_cluster  # noqa: F401  # Ray's settings for tests, and a folder of their own
+from tests.local_cluster import free_port  # and Ray's settings for tests, and a folder of their own
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "deploy" / "slurm"
@@ -87,9 +86,7 @@ def test_a_node_that_slurm_takes_is_drained(monkeypatch: pytest.MonkeyPatch, tmp
         (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     address_file = tmp_path / "head"
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     for name, value in {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),

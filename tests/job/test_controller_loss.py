@@ -186,7 +186,7 @@ def test_nothing_is_left_when_the_controller_never_comes_back(ray_cluster: Any, 
     wait_until(lambda: handle.status().step > 5, handle)
     workers = [worker.pid for worker in handle.workers()]
     ray.kill(find_controller(handle.job), no_restart=True)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while any(psutil.pid_exists(pid) for pid in workers) or ray_cluster.leaks():
         assert time.monotonic() < deadline, ray_cluster.leaks()
         time.sleep(0.2)
@@ -228,7 +228,7 @@ def test_only_notes_of_controller_gone_for_good_are_deleted(ray_cluster: Any, tm
     living.stop()
     living.result(timeout=180)
     _internal_kv_del(stranger, namespace=b"elastic_ray")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while left := notes() - before:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
@@ -264,7 +264,7 @@ def test_a_large_train_function_is_found_again(ray_cluster: Any, tmp_path: Path)
     wait_until(lambda: handle.status().workers == 2, handle, 90)
     handle.stop()
     handle.result(timeout=180)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while left := notes() - before:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
@@ -311,7 +311,7 @@ def test_workers_whose_controller_is_gone_for_good_save_job(ray_cluster: Any, tm
     last = storage.read_events()[-1]
     assert "its controller has ended" in last.reason and f"saved at step {state.steps}" in last.reason
     with pytest.raises(er.errors.JobLostError):
-        handle.result(timeout=60)
+        handle.result(timeout=180)
     again = start(tmp_path, workers=1, name="alone", epochs=state.resume_point.epoch + 1)
     assert again.result(timeout=180).error is None
     (resumed,) = [event for event in again.events() if event.kind is EventKind.RESUMED]

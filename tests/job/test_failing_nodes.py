@@ -76,7 +76,7 @@ def test_a_program_that_cannot_start_blames_no_node(ray_cluster: LocalCluster, t
     for _ in range(3):
         ray_cluster.add_node(num_cpus=1, resources={"slot": 2})
     with pytest.raises(ModuleNotFoundError, match="apex"):
-        submit(tmp_path, everywhere=True).result(timeout=120)
+        submit(tmp_path, everywhere=True).result(timeout=180)
     assert not failures()
 
 
@@ -101,10 +101,10 @@ def test_mistake_ends_a_job_in_seconds_without_free_slots(ray_cluster: LocalClus
     wait_until(lambda: full.status().step > 2, full)
     job = er.ElasticTrainer(raise_at_once, train_loop_config={}, scaling_config=one, run_config=run).submit()
     with pytest.raises(NameError, match="optimiser") as raised:
-        job.result(timeout=120)
+        job.result(timeout=180)
     assert "in raise_at_once" in str(raised.value) or "raise_at_once" in repr(raised.getrepr(style="long"))
     lost = [event for event in job.events() if event.kind is EventKind.WARNING]
     assert len(lost) == 1 and full.status().workers == 1 and not failures()
-    assert job.events()[-1].time_s - lost[0].time_s < 30.0
+    assert job.events()[-1].time_s - lost[0].time_s < 60.0
     full.stop()
     full.result(timeout=180)

@@ -112,7 +112,7 @@ def test_job_trains_through_joiner_disk_node_and_clock_faults(
     wait_until(lambda: handle.status().step >= after + 100, handle)
     assert handle.status().workers in (2, 3, 4)
     (orders / "enough").touch()
-    handle.result(timeout=120)
+    handle.result(timeout=180)
     account = traced.account(tmp_path / "trace")
     assert len(account.final) == 1 and EventKind.RESTART not in kinds(handle), "\n".join(reasons)
     assert max(account.worlds) == 4

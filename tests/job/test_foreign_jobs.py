@@ -46,7 +46,7 @@ def test_a_foreign_program_grows_and_shrinks(
     for size in (2, 1, 2):
         handle.resize(size)
         wait_until(lambda size=size: handle.status().workers == size, handle)
-    result = handle.result(timeout=150)
+    result = handle.result(timeout=180)
     assert result.metrics is not None
     assert result.metrics["workers"] == 2
     assert {name: result.metrics[name] for name in whole} == whole

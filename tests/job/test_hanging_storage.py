@@ -95,7 +95,7 @@ def test_report_whose_checkpoint_hangs_is_ended_by_a_stop(ray_cluster: Any, remo
 
 @pytest.mark.thorough
 def test_checkpoint_that_storage_refuses_is_given_up_and_told(ray_cluster: Any, remote: Any, tmp_path: Path) -> None:
-    elastic = {"automatic_checkpoints": False, "storage_timeout_s": 1.0}
+    elastic = {"automatic_checkpoints": False, "storage_timeout_s": 3.0}
     handle = start(remote, tmp_path, "c", elastic, checkpoint=True, epochs=12)
     wait_until(lambda: handle.status().epoch >= 1, handle, _START_S)
     remote.hang("checkpoint_")

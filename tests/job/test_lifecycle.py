@@ -49,7 +49,7 @@ def test_what_ray_refuses_of_process_is_the_jobs_error(ray_cluster: Any, tmp_pat
     refused = spec(job="refused", storage_path=str(tmp_path), runtime_env={"working_dir": str(tmp_path)})
     handle = JobHandle(start_controller(refused), refused)
     with pytest.raises(TrainingFailedError, match="not a valid URI"):
-        handle.result(timeout=60)
+        handle.result(timeout=180)
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_ranks_that_disagree_end_job_with_who_did_what(ray_cluster: Any, tmp_pat
     with pytest.raises(RanksDisagreeError, match=what) as error:
         handle.result(timeout=180)
     times_s = {event.kind: event.time_s for event in handle.events()}
-    assert times_s[EventKind.FINISHED] - times_s[EventKind.STARTED] < 10.0
+    assert times_s[EventKind.FINISHED] - times_s[EventKind.STARTED] < 60.0
     assert re.search("rank 0 (reduces the gradients of model 0|begins another step)", str(error.value))
     assert handle.status().phase is JobPhase.FAILED
 
@@ -218,7 +218,7 @@ def test_a_killed_allocator_is_back_and_knows_everything(ray_cluster: Any, tmp_p
     before = handle.status().step
     ray.kill(get_or_create_allocator(), no_restart=False)
     wait_until(lambda: handle.status().step > before + 20, handle)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     known: set[str] = set()
     while handle.job not in known and time.monotonic() < deadline:
         try:
@@ -237,13 +237,13 @@ def test_nothing_outlives_a_killed_driver(ray_cluster: Any, tmp_path: Path) -> N
     (tmp_path / "trace").mkdir()
     script = textwrap.dedent(
         f"""
-        import ray, sys
+        import ray, sys, time
         ray.init(address={ray_cluster.address!r}, log_to_driver=False)
         from pathlib import Path
         from tests.job.jobs import start
-        handle = start(Path({str(tmp_path)!r}), workers=2, epochs=100000, elastic={{"lease_s": 2.0}})
+        handle = start(Path({str(tmp_path)!r}), workers=2, epochs=100000, elastic={{"lease_s": 5.0}})
         while handle.status().workers < 2:
-            pass
+            time.sleep(0.05)
         print("running", flush=True)
         handle.wait(600)
         """
@@ -253,14 +253,14 @@ def test_nothing_outlives_a_killed_driver(ray_cluster: Any, tmp_path: Path) -> N
     assert driver.stdout.readline().strip() == "running"
     assert ray_cluster.leaks()
     driver.send_signal(signal.SIGKILL)
-    driver.wait(10)
-    deadline = time.monotonic() + 15
+    driver.wait(60)
+    deadline = time.monotonic() + 60
     while ray_cluster.leaks() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not ray_cluster.leaks()
     (events,) = (tmp_path / "runs").glob("*/events.jsonl")
     reason = str(json.loads(events.read_text().splitlines()[-1])["reason"])
-    saved = re.fullmatch(r"its driver is gone: .* lease_s=2 s; saved at step (\d+): the job has stopped", reason)
+    saved = re.fullmatch(r"its driver is gone: .* lease_s=5 s; saved at step (\d+): the job has stopped", reason)
     assert saved is not None and int(saved[1]) > 0
     assert list((events.parent / "automatic").glob(f"step_{int(saved[1]):012d}_*.json"))
 

@@ -92,7 +92,7 @@ def test_a_newcomer_that_fails_ends_no_job_that_trains(ray_cluster: Any, tmp_pat
     after = job.status().step
     wait_until(lambda: job.status().step >= after + STEPS, job)
     (tmp_path / "enough").touch()
-    result = job.result(timeout=60)
+    result = job.result(timeout=180)
     assert result.return_value >= after + STEPS
     assert EventKind.RESTART not in [event.kind for event in job.events()]
 
@@ -128,4 +128,4 @@ def test_once_only_call_costs_a_returning_worker_a_process(ray_cluster: Any, tmp
     told = ray.get(find_allocator().snapshot.remote()).node_failures
     assert not [each for each in told if job.job in each.jobs], "no node is to blame for it"
     (tmp_path / "enough").touch()
-    job.result(timeout=60)
+    job.result(timeout=180)

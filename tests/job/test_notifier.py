@@ -73,7 +73,6 @@ def test_call_that_fails_is_a_warning_without_the_address(
 ) -> None:
     handler, url = mailbox
     warned: list[str] = []
-    monkeypatch.setattr(shutdown, "_DEADLINE_S", 0.5)
 
     def tell(address: str) -> str:
         asyncio.run(Notifier(spec(elastic=er.ElasticConfig(webhook=address)), warned.append).notify("finished", ""))
@@ -82,9 +81,11 @@ def test_call_that_fails_is_a_warning_without_the_address(
     handler.status = 500
     assert tell(url).endswith("it answered 500")
     handler.silent_s = 2.0
+    monkeypatch.setattr(shutdown, "_DEADLINE_S", 0.5)
     begin_s = time.monotonic()
     assert tell(url).endswith("it has not answered within 0.5 s")
     assert time.monotonic() - begin_s < 10.0
+    monkeypatch.undo()
     assert "refused" in tell("http://127.0.0.1:9/hook/secret")
     for wrong in ("http://[/secret", "http://no such host/secret"):
         assert "secret" not in tell(wrong)

@@ -76,7 +76,7 @@ def test_a_paused_job_can_stop_unsaved_jobs_cannot_pause(ray_cluster: Any, tmp_p
     handle.pause()
     wait_until(lambda: paused(handle), handle)
     handle.stop()
-    assert handle.result(timeout=60).error is None and handle.status().phase is JobPhase.STOPPED
+    assert handle.result(timeout=180).error is None and handle.status().phase is JobPhase.STOPPED
     with pytest.raises(ValueError, match="cannot be paused: it has ended \\(stopped\\)"):
         handle.pause()
 

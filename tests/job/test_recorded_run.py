@@ -31,7 +31,7 @@ def test_two_jobs_are_recorded_decided_anew_and_simulated(ray_cluster: Any, tmp_
     second = start(tmp_path, name="second", epochs=8, **NET)
     for handle in (first, second):
         handle.result(timeout=300)
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 60
     while '"JobEnded":{"job":"second"' not in path.read_text() or '"JobEnded":{"job":"first"' not in path.read_text():
         assert time.monotonic() < deadline, "both ends are recorded"
         time.sleep(0.1)

@@ -47,7 +47,7 @@ def test_a_window_replays_within_rounding(ray_cluster: Any, tmp_path: Path) -> N
     behind = state_files(storage)[0].steps + 10
     wait_until(lambda: handle.status().step >= behind, handle)
     handle.stop()
-    handle.result(timeout=120)
+    handle.result(timeout=180)
     last = state_files(storage)[0]
     found = er.replay(
         train, handle.storage_path, step=last.steps, workers=3, train_loop_config={"scale": 1.0}, timeout_s=90

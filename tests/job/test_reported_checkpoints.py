@@ -27,6 +27,7 @@ from tests.hanging_storage import HangingStorage
 
 NOTE = CheckpointNote(resume_point=ResumePoint(epoch=1), metrics={})
 PATIENCE_S = 2.5
+LONG_S = 60.0  # of patience, for what does not need it
 
 
 @pytest.fixture
@@ -44,8 +45,8 @@ def storage(tmp_path: Path) -> Iterator[RunStorage]:
     (tmp_path / "runs").chmod(0o700)
 
 
-def reported(storage: RunStorage) -> ReportedCheckpoints:
-    return ReportedCheckpoints(storage, StorageCalls(storage.where), timeout_s=PATIENCE_S)
+def reported(storage: RunStorage, timeout_s: float = LONG_S) -> ReportedCheckpoints:
+    return ReportedCheckpoints(storage, StorageCalls(storage.where), timeout_s=timeout_s)
 
 
 def store(checkpoints: ReportedCheckpoints, source: Path, stopping: Callable[[], bool] = lambda: False) -> Any:
@@ -56,7 +57,7 @@ def test_a_checkpoint_that_is_not_there_raises_at_once(storage: RunStorage, tmp_
     begin_s = time.monotonic()
     with pytest.raises(FileNotFoundError, match=r"must be a directory, but there is none at .*/none"):
         store(reported(storage), tmp_path / "none")
-    assert time.monotonic() - begin_s < PATIENCE_S / 2
+    assert time.monotonic() - begin_s < LONG_S / 2
 
 
 @pytest.mark.parametrize("what", ["runs/source", "model.pt"])
@@ -68,7 +69,7 @@ def test_checkpoint_that_may_not_be_read_raises_at_once(storage: RunStorage, tmp
     begin_s = time.monotonic()
     with pytest.raises(PermissionError, match=rf"denied.*{what}"):
         reported(storage).store(ray.train.Checkpoint("runs/source", remote.filesystem), 1, NOTE, lambda: False)
-    assert time.monotonic() - begin_s < PATIENCE_S / 2
+    assert time.monotonic() - begin_s < LONG_S / 2
     assert not list(Path(storage.path).glob("*_000001*"))
 
 
@@ -88,7 +89,7 @@ def test_what_cannot_be_copied_is_named_at_once(storage: RunStorage, source: Pat
     begin_s = time.monotonic()
     with pytest.raises(SourceError, match=f"source/inner/odd' {what}"):
         store(reported(storage), source)
-    assert time.monotonic() - begin_s < PATIENCE_S / 2
+    assert time.monotonic() - begin_s < LONG_S / 2
     assert not list(Path(storage.path).glob("*_000001*"))
 
 
@@ -134,7 +135,7 @@ def test_a_run_directory_that_stays_away_costs_the_checkpoint(tmp_path: Path, so
         shutil.rmtree(remote.root / "runs")
     else:
         remote.deny("runs")
-    checkpoints = reported(storage)
+    checkpoints = reported(storage, PATIENCE_S)
     begin_s = time.monotonic()
     path, problem = store(checkpoints, source)
     assert time.monotonic() - begin_s >= PATIENCE_S - 1.0, "it was tried again first"
@@ -142,7 +143,7 @@ def test_a_run_directory_that_stays_away_costs_the_checkpoint(tmp_path: Path, so
     assert ("does not see the run's directory" if how == "missing" else "denied") in problem
     begin_s = time.monotonic()
     assert store(checkpoints, source)[0] is None
-    assert time.monotonic() - begin_s < PATIENCE_S / 2, "and then once for each report"
+    assert time.monotonic() - begin_s < PATIENCE_S, "and then once for each report"
     remote.answer()
     storage.create()
     assert store(checkpoints, source) == ("runs/checkpoint_000001", "")
@@ -153,7 +154,7 @@ def test_a_stop_does_not_wait_for_it(storage: RunStorage, source: Path) -> None:
     begin_s = time.monotonic()
     with pytest.raises(WorkerDismissed):
         store(reported(storage), source, lambda: time.monotonic() > begin_s + 0.3)
-    assert time.monotonic() - begin_s < PATIENCE_S
+    assert time.monotonic() - begin_s < LONG_S / 2
 
 
 # -- other ranks ---------------------------------------------------------------------------------------------------
@@ -189,9 +190,10 @@ def test_what_another_rank_reports_alone_is_told(
     other = reported(storage)
     checkpoint = ray.train.Checkpoint.from_directory(source)
     assert "report 3, and rank 0 has not: it is not kept" in other.add(checkpoint, 3, lambda: False)
+    monkeypatch.setattr("elastic_ray.checkpoints.reported._WITHOUT_S", LONG_S)
     begin_s = time.monotonic()
     assert "report 4" in other.add(checkpoint, 4, lambda: False), "nobody waits a second time"
-    assert time.monotonic() - begin_s < PATIENCE_S
+    assert time.monotonic() - begin_s < LONG_S / 2
     assert not storage.stored_checkpoints()
 
 

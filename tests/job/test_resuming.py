@@ -200,7 +200,7 @@ def test_bad_moment_of_storage_is_not_an_empty_one(storage: RunStorage, tmp_path
 
 @pytest.mark.parametrize("how", ["hang", "fail"])
 def test_a_job_whose_storage_stays_away_fails_not_restarts(tmp_path: Path, journal: Journal, how: str) -> None:
-    hanging, job = away(tmp_path, journal, timeout_s=0.5)
+    hanging, job = away(tmp_path, journal, timeout_s=0.5 if how == "hang" else 3.0)
     getattr(hanging, how)()
     try:
         asyncio.run(job.open())
@@ -344,7 +344,7 @@ def test_dying_controller_leaves_the_last_state_to_the_next() -> None:
 @pytest.mark.parametrize("how", ["answers", "hang", "fail"])
 def test_after_loss_of_all_job_looks_what_storage_has(tmp_path: Path, journal: Journal, how: str) -> None:
     """Rank 0 has written a state at 40 and was lost before its controller heard of it."""
-    hanging, job = away(tmp_path, journal, timeout_s=0.3)
+    hanging, job = away(tmp_path, journal, timeout_s=60.0 if how == "answers" else 0.3)
     storage = RunStorage("run", hanging.filesystem)
     states = [write_state(storage, {}, at(n)) for n in (20, 40)]
     job.record.saved(states[0])

@@ -30,7 +30,7 @@ def test_loss_costs_steps_only_where_rows_have_one_owner(ray_cluster: Any, tmp_p
             faults=Faults().kill(rank=1, step=14, moment="vote"), checkpoint_interval_s=0.1
         ),
     ).submit()
-    result = handle.result(timeout=150)
+    result = handle.result(timeout=180)
     assert result.metrics is not None
     for name, wanted in tabled.by_torch().items():
         assert result.metrics[name] == pytest.approx(wanted, rel=1e-4)

@@ -17,6 +17,7 @@ from elastic_ray.checkpoints.sharded.saver import CopyBuffers, kinds_of
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import StateSaved
 from elastic_ray.worker.state_saver import StateSaver
+from tests.sync.tiles.saving import wait_until
 
 
 class Rank0:
@@ -62,6 +63,7 @@ def test_a_state_without_memory_is_given_up(tmp_path: Path, caplog: pytest.LogCa
         for _ in range(20):
             time.sleep(0.005)  # a step
             saver.between_steps()
+            wait_until(lambda: not saver._parts.makes_memory)
     assert session.captures == 1 and not told
     (warning,) = (r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
     assert "no automatic checkpoints: there is no memory for a copy of the state: " in warning

@@ -30,7 +30,7 @@ def run(
         ),
         elastic_config=er.ElasticConfig(faults=faults, checkpoint_interval_s=0.1),
     ).submit()
-    result = handle.result(timeout=150)
+    result = handle.result(timeout=180)
     assert result.metrics is not None
     return dict(result.metrics), handle
 

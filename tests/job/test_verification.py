@@ -133,7 +133,7 @@ def test_a_strangers_file_is_no_proof(changes: dict[str, Any]) -> None:
     assert any(each.proven is False for each in verify_events([line.to_json() for line in lines]))
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(100)
 def test_a_strangers_file_keeps_nobody_busy() -> None:
     first = group(0, 0)
     last = epoch(first.link, 10**15, of=10**18, samples=10**18)

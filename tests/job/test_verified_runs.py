@@ -93,4 +93,4 @@ def test_a_spoilt_joiner_is_replaced(ray_cluster: Any, tmp_path: Path) -> None:
     step = handle.status().step
     wait_until(lambda: handle.status().step > step + 5, handle)
     handle.stop()
-    handle.result(timeout=120)
+    handle.result(timeout=180)

@@ -155,7 +155,7 @@ def test_an_unknown_pool_is_the_jobs_error(monkeypatch: pytest.MonkeyPatch, tmp_
     try:
         asked = spec(storage_path=str(tmp_path))
         with pytest.raises(TrainingFailedError, match=f"{VARIABLE} must be 'off' or set some of .*has 'on'"):
-            JobHandle(start(asked), asked).result(timeout=60)
+            JobHandle(start(asked), asked).result(timeout=180)
     finally:
         cluster.shutdown()
 

@@ -174,6 +174,7 @@ class _Job:
         self._announced: dict[int, int] = {}  # generation that a step's change leads to
         self._failed: set[tuple[int, int]] = set()  # worker and generation
         self._suspected: dict[int, float] = {}  # generation, and when one of its members wanted another
+        self._dying: set[int] = set()  # workers that are dead, but whose group without them is not announced yet
         self._told: tuple[int, ...] = ()  # workers that know of the latest generation
         self._void = False  # whether that voids those before it
         self._attempts = 0  # to form it
@@ -241,6 +242,7 @@ class _Job:
                     self.start(each)
                 left = tuple(each for each in self.members if each != worker)
                 self.announce((*left, *killed.joins), void=True)
+                self._dying.discard(worker)
         except BaseException as error:
             # Were its group left to Python's collector, some thread of a later test would wait for pending operations.
             session.membership.close(broken=True)
@@ -275,7 +277,7 @@ class _Job:
         """So also where some want it for long, and the others wait for those in vain."""
         with self._lock:
             since = self._suspected.get(self._generation)
-            if since is not None and time.monotonic() - since > _NOTICE_S:
+            if since is not None and not self._dying and time.monotonic() - since > _NOTICE_S:
                 self.announce(self.members, void=True)
 
     def announce(
@@ -302,6 +304,7 @@ class _Job:
             if (kill.worker, kill.step, kill.moment) == (worker, step, moment):
                 self._kills.remove(kill)
                 self._wait_for(self.members if kill.last else kill.after, kill.after_moment or moment, step)
+                self._dying.add(worker)
                 raise _Killed(kill.joins)
         if moment == "received" and (worker, step) in self._spoils:
             first = next(iter(self._sessions[worker].states.alike().values()))

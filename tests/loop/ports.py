@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import socket
+
+# Above the ports of Ray's workers, and below those that the kernel gives to connections of other processes meanwhile.
+_PORTS = range(20_000, 32_000)
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port

@@ -18,9 +18,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch.distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _STORES: list[Any] = []  # as the agent's, a store outlives its ranks
+_GROUPS: list[Any] = []
 
 
 class RankFailedError(AssertionError):
@@ -37,14 +39,23 @@ class Ranks:
         self._context.set_forkserver_preload(["torch", "elastic_ray.session.session"])
         self._processes: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, world: int | None = None, timeout_s: float = 100.0) -> Any:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world: int | None = None,
+        timeout_s: float = 100.0,
+        others_s: float = 0.0,
+    ) -> Any:
         """The results of `function(*args)` in rank order; without `world` the one result of a process on its own.
+
+        Once a rank has died, the others have ``others_s`` to end by themselves before they are killed.
 
         Raises:
             RankFailedError: a rank raised (then with its traceback), died, or was not done in time.
             Exception: a process on its own raised this.
         """
-        answers = self._ask(function, args, world or 1, alone=world is None, timeout_s=timeout_s)
+        answers = self._ask(function, args, world or 1, alone=world is None, timeout_s=timeout_s, others_s=others_s)
         failed = {rank: value for rank, (good, value) in enumerate(answers) if not good}
         if failed:
             error, shown = next(iter(failed.values()))
@@ -55,7 +66,14 @@ class Ranks:
         return results[0] if world is None else results
 
     def _ask(
-        self, function: Callable[..., Any], args: tuple[Any, ...], world: int, *, alone: bool, timeout_s: float
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        world: int,
+        *,
+        alone: bool,
+        timeout_s: float,
+        others_s: float,
     ) -> list[Any]:
         while len(self._processes) < world:
             self._start()
@@ -72,6 +90,8 @@ class Ranks:
                     raise EOFError("was not done in time")
                 answers.append(pickle.loads(pipe.recv_bytes()))
             except (EOFError, ConnectionError) as error:
+                for other, _ in ours if others_s else ():
+                    other.join(others_s)
                 heard = [shown for good, (_, shown) in ((a[0], a[1]) for a in answers if not a[0])]
                 heard += self._stacks()
                 self.close()
@@ -124,6 +144,15 @@ def _shared_environment(world: int) -> dict[str, str]:
     }
 
 
+def leave_torch_group() -> None:
+    """Leave torch's default group, but keep its threads.
+
+    A group that ends joins them holding the GIL, which they may still need to let go of DDP's last work: a deadlock.
+    """
+    _GROUPS.append(torch.distributed.group.WORLD)
+    torch.distributed.destroy_process_group()
+
+
 def _stack_file(pid: int) -> Path:
     return Path(tempfile.gettempdir()) / f"elastic-ray-rank-{pid}.stacks"
 
@@ -132,8 +161,6 @@ _OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "
 
 
 def _serve(pipe: Connection) -> None:
-    import torch
-
     from elastic_ray.run.current import set_session
 
     multiprocessing.set_start_method("fork", force=True)  # as in a process of torchrun, not in one that was spawned

@@ -25,7 +25,7 @@ def _holds_back(worker: str) -> Policy:
     class HoldsBack(Policy):
         def after_step(self, view: PolicyView) -> None:
             if session.worker == worker and session.progress.steps == 1:
-                deadline = time.monotonic() + 5.0
+                deadline = time.monotonic() + 30.0
                 while not session.membership.voided and time.monotonic() < deadline:
                     time.sleep(0.002)
 

@@ -367,7 +367,7 @@ def test_message_that_never_comes_is_named(act: Any, told: str) -> None:
     begin_s = time.monotonic()
     with pytest.raises(er.errors.RanksDisagreeError, match=told):
         run_job(lambda: train(_never(act)), first=(1, 2))
-    assert time.monotonic() - begin_s < 10.0
+    assert time.monotonic() - begin_s < 25.0, "not before the group's timeout"
 
 
 def test_message_that_comes_late_is_waited_for() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from tests.loop.parity import (
     reference,
     sgd,
 )
-from tests.loop.ranks import Ranks
+from tests.loop.ranks import Ranks, leave_torch_group
 
 
 class Frozen(Plain):
@@ -124,9 +123,7 @@ def ddp(build: Any, batch: int) -> dict[str, Tensor]:
             optimizer.zero_grad()
             loss_of(wrapped, x, y).backward()
             optimizer.step()
-    # DDP ends its group holding the GIL, which the group's threads need to let go of the last step's work: a deadlock.
-    time.sleep(0.3)
-    dist.destroy_process_group()
+    leave_torch_group()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 

@@ -111,7 +111,7 @@ def test_rank_that_never_comes_is_error_within_the_deadline(ranks: Ranks, absent
 
 def test_ranks_meet_at_new_port_after_waiting_in_vain(ranks: Ranks) -> None:
     ranks.run(without, 1, free_port(), world=2)
-    parameters = [rank[0] for rank in ranks.run(train, free_port(), world=2, timeout_s=30.0)]
+    parameters = [rank[0] for rank in ranks.run(train, free_port(), world=2)]
     assert parameters[0] == parameters[1]
 
 
@@ -150,9 +150,9 @@ def with_models_of_their_own(port: int, what: str) -> Any:
     ],
 )
 def test_ranks_that_build_different_things_all_learn_what_differs(ranks: Ranks, what: str, told: str) -> None:
-    for name, message, took_s in ranks.run(with_models_of_their_own, free_port(), what, world=2, timeout_s=30.0):
+    for name, message, took_s in ranks.run(with_models_of_their_own, free_port(), what, world=2):
         assert name == "ReplicasDifferError" and told in message
-        assert took_s < 10.0
+        assert took_s < 30.0
 
 
 def test_a_difference_names_the_first_few() -> None:

@@ -45,7 +45,7 @@ def made_equal_after_a_long_wait() -> list[list[float]]:
 
 
 def test_buffers_are_made_equal_after_one_rank_was_late(ranks: Ranks) -> None:
-    first, second = ranks.run(made_equal_after_a_long_wait, world=2, timeout_s=60.0)
+    first, second = ranks.run(made_equal_after_a_long_wait, world=2)
     assert len(first) == len(second) == STEPS
     alike = [own == other for own, other in zip(first, second, strict=True)]
     assert alike == [step in (0, HELD_AT + 1) for step in range(STEPS)]
@@ -72,7 +72,7 @@ def agreed_beside_a_standing_announcement() -> Any:
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("world", (2, 3))
 def test_ranks_that_hold_different_things_tell_names_beside_it(ranks: Ranks, world: int) -> None:
-    results = ranks.run(agreed_beside_a_standing_announcement, world=world, timeout_s=60.0)
+    results = ranks.run(agreed_beside_a_standing_announcement, world=world)
     mean = sum(range(world)) / world
     expected = {"both": [mean, mean]} | {f"of {rank}": [1.0, 1.0, 1.0] for rank in range(world)}
     assert results == [expected] * world

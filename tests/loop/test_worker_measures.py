@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from statistics import median
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.loop.trainee import each
 
 ALL = Monitor(noise_every=1, variance_every=2, norms_every=3, workers=True)
 SAMPLES, BATCH = 96, 12
+SLOW_S = 0.1
 
 
 def rows() -> torch.utils.data.TensorDataset:
@@ -111,9 +113,11 @@ def test_every_rank_knows_what_each_worker_has_measured(ranks: Ranks, loop: Loop
 
 @pytest.mark.thorough
 def test_times_of_slow_worker_are_told_as_its_own(ranks: Ranks) -> None:
-    for measures in check(ranks.run(slow_last, world=2))[3:]:
-        first, last = measures.workers
-        assert last.compute_s > first.compute_s + 0.03 and first.sync_s > last.sync_s + 0.02
+    steps = [measures.workers for measures in check(ranks.run(slow_last, world=2))[3:]]
+    # of most steps: a busy machine makes any rank slow now and then
+    first, last = ([steps[at][rank] for at in range(len(steps))] for rank in range(2))
+    assert median(each.compute_s for each in last) > median(each.compute_s for each in first) + SLOW_S / 2
+    assert median(each.sync_s for each in first) > median(each.sync_s for each in last) + SLOW_S / 2
 
 
 def slow_last() -> list[Seen]:
@@ -125,7 +129,7 @@ def slow_last() -> list[Seen]:
 
     def slow(self: Any, x: Any) -> Any:
         if session.rank == session.world_size - 1:
-            time.sleep(0.05)  # the last rank is slow
+            time.sleep(SLOW_S)  # the last rank is slow
         return original(self, x)
 
     nn.Sequential.forward = slow

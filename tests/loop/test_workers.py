@@ -204,7 +204,7 @@ def test_worker_processes_go_with_the_loader() -> None:
     gc.disable()
     try:
         del loader
-        worker.join(timeout=4.0)
+        worker.join(timeout=30.0)
         assert not worker.is_alive()
     finally:
         gc.enable()

@@ -146,7 +146,7 @@ def test_a_group_with_an_unawaited_operation_can_be_dropped() -> None:
     retired.drop_healthy(10.0)
     assert time.monotonic() - begin_s < 9.0 and not work.is_completed()
     theirs.close()  # which ends the operation
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 30.0
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert work.is_completed()
@@ -169,7 +169,7 @@ for generation in (1, 2, 3):
     for group in groups:
         retired.retire(group)
     retired.drop_healthy(10.0)
-until_s = time.monotonic() + 10.0
+until_s = time.monotonic() + 60.0
 while threads() > before + 1:
     assert time.monotonic() < until_s, threads()
     time.sleep(0.01)
@@ -198,7 +198,7 @@ def test_a_group_out_of_use_says_so() -> None:
 @pytest.mark.thorough
 def test_broken_group_stays_until_its_last_operation_timed_out() -> None:
     with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
-        mine, theirs = pool.map(lambda rank: member(controller, rank, 2, timeout_s=1.0), range(2))
+        mine, theirs = pool.map(lambda rank: member(controller, rank, 2, timeout_s=3.0), range(2))
     retired = RetiredCommunicators()
     mine.mark_broken()
     retired.retire(mine)
@@ -346,7 +346,7 @@ def test_ranks_that_send_long_after_forming_find_each_other() -> None:
         begin_s = time.monotonic()
         with pytest.raises(RuntimeError, match="timed out waiting for 1:2"):
             second.get("1:2")
-        assert time.monotonic() - begin_s < 5.0
+        assert time.monotonic() - begin_s < 20.0
 
 
 def test_what_is_set_is_told_also_without_waiting() -> None:

@@ -19,16 +19,20 @@ from tests.membership.groups import local_controller, member
 WORKERS = [(unit, position) for unit in (0, 1) for position in (0, 1)]
 
 
-def in_two_units(folder: Path, work: Callable[[int, int, Communicator], Any]) -> dict[tuple[int, int], Any]:
+def in_two_units(
+    folder: Path, work: Callable[[int, int, Communicator], Any], timeout_s: float = 20.0
+) -> dict[tuple[int, int], Any]:
     """What ``work`` returns on each worker of two units of two, an exception of it in its place."""
 
     def run(worker: tuple[int, int]) -> Any:
         unit, position = worker
         place = place_in(2, position, str(folder / f"unit-{unit}" / "store"))
         try:
-            group = UnitGroup(place, cuda=False, timeout_s=20.0)
+            group = UnitGroup(
+                place, cuda=False, timeout_s=60.0
+            )  # as long as its workers wait for other units, and more
             make = functools.partial(UnitCommunicator, group)
-            return work(*worker, member(controller, unit, 2, generation=1 + position, make=make, timeout_s=3.0))
+            return work(*worker, member(controller, unit, 2, generation=1 + position, make=make, timeout_s=timeout_s))
         except CommunicationFailedError as error:
             return error
 
@@ -53,7 +57,7 @@ def test_group_called_off_on_one_worker_fails_its_unit(tmp_path: Path) -> None:
                 communicator.close() if close else communicator.void()
             communicator.wait(communicator.gradients.all_reduce(torch.ones(1)))
 
-        found = in_two_units(tmp_path / str(close), work)
+        found = in_two_units(tmp_path / str(close), work, timeout_s=3.0)
         assert all(isinstance(each, CommunicationFailedError) for each in found.values()), found
 
 

@@ -28,7 +28,7 @@ def constraints() -> list[dict[str, float]]:
 
 
 def become(what: Callable[[], Any], wanted: Any) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while (found := what()) != wanted:
         assert time.monotonic() < deadline, f"{found} is not {wanted}"
         time.sleep(0.2)

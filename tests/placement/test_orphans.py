@@ -78,7 +78,7 @@ def test_a_slot_is_free_once_its_process_is_gone(node: str) -> None:
         for worker, stays in ((None, {"w1", "w2"}), ("w1", {"w2"}), ("w2", set())):
             if worker is not None:
                 ray.kill(actors[worker])
-            until_s = time.monotonic() + 20.0
+            until_s = time.monotonic() + 60.0
             while await asyncio.to_thread(left, found) != stays:
                 assert time.monotonic() < until_s, (worker, left(found))
                 await asyncio.sleep(0.1)
@@ -94,7 +94,7 @@ def test_a_process_that_never_ends_keeps_its_slot_bounded(node: str) -> None:
     found = reserved(node, "w1")
     actor = holder(found["w1"])
     begin_s = time.monotonic()
-    asyncio.run(asyncio.wait_for(Orphans(3.0).release("a"), 30.0))
+    asyncio.run(asyncio.wait_for(Orphans(3.0).release("a"), 120.0))
     assert time.monotonic() - begin_s >= 3.0 and not left(found)
     ray.kill(actor)
 
@@ -107,7 +107,7 @@ def test_allocator_that_has_never_heard_of_job_does_same(node: str) -> None:
     asyncio.run(orphans.poll((), 100.0))
     assert left(found) == {"w1", "w2"}
     ray.kill(actors["w1"])
-    until_s = time.monotonic() + 20.0
+    until_s = time.monotonic() + 60.0
     while groups.holder_lives(found["w1"].id.hex()):
         assert time.monotonic() < until_s
         time.sleep(0.1)

@@ -118,7 +118,9 @@ def test_who_finds_no_group_ends_as_the_job_does(stops: bool) -> None:
     assert not stops or (isinstance(ended.value, WorkerDismissed) and ended.value.stopped)
 
 
-def with_gone_peer(controller: Any) -> Callable[[GenerationSpec, int], Communicator]:
+def with_gone_peer(
+    controller: Any, gone: Callable[[], None] = lambda: None
+) -> Callable[[GenerationSpec, int], Communicator]:
     """Forms generation 1 with another rank, which is gone at once, and further ones alone."""
 
     def form(spec: GenerationSpec, rank: int) -> Communicator:
@@ -129,6 +131,7 @@ def with_gone_peer(controller: Any) -> Callable[[GenerationSpec, int], Communica
             other = pool.submit(member, controller, 1 - rank, 2, **options)
             own = member(controller, rank, 2, **options)
             other.result().close()
+        gone()
         return own
 
     return form
@@ -140,10 +143,13 @@ def test_sole_holder_of_state_reports_a_broken_group(kept: bool) -> None:
     before.train()
     saved = SavedState(states=before.session.keep_state()[0]) if kept else None
     with local_controller() as controller:
-        worker = Worker(group(1, "0", "another"), with_gone_peer(controller), saved=saved)
+
+        def gone() -> None:
+            if not kept:  # the job finds out without it
+                Timer(0.3, worker.membership.post, [group(2, void_below=2)]).start()
+
+        worker = Worker(group(1, "0", "another"), with_gone_peer(controller, gone), saved=saved)
         worker.controller.answers = [group(2, void_below=2)]
-        if not kept:  # the job finds out without it
-            Timer(0.3, worker.membership.post, [group(2, void_below=2)]).start()
         assert worker.train() == 4
     assert [number for number, _ in worker.controller.failures] == [1] * kept and worker.controller.entered == [2]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.events import Pause
 from elastic_ray.steps.step import StepClock
@@ -20,15 +18,15 @@ def step(clock: StepClock) -> None:
 
 def test_change_is_vote_group_and_state_before_the_step() -> None:
     clock = StepClock()
-    step(clock)
     begun_s = time.monotonic()
+    step(clock)
     for moment in (clock.change_begins, clock.group_stands):
         time.sleep(WAIT_S)  # the time that is measured
         moment()
     time.sleep(WAIT_S)  # the time that is measured
     pause = clock.resume(1)
     assert min(pause.vote_s, pause.group_s, pause.state_s) >= WAIT_S
-    assert sum(pause.detail.values()) == pause.pause_s == pytest.approx(time.monotonic() - begun_s, abs=WAIT_S)
+    assert sum(pause.detail.values()) == pause.pause_s <= time.monotonic() - begun_s
     assert clock.first_step_s is None
     time.sleep(WAIT_S)  # the time that is measured
     step(clock)
@@ -44,10 +42,11 @@ def test_group_that_breaks_before_training_is_part_of_waiting() -> None:
     clock.change_begins()
     clock.group_stands()
     time.sleep(WAIT_S)  # the time that is measured
+    broken_s = time.monotonic()
     clock.change_begins()  # the failure of that group
     clock.group_stands()
     pause = clock.resume(1)
-    assert pause.group_s >= WAIT_S > pause.state_s
+    assert pause.group_s >= WAIT_S and pause.state_s <= time.monotonic() - broken_s
 
 
 def test_change_put_off_is_forgotten_with_the_next_step() -> None:

@@ -27,6 +27,7 @@ from tests.loop.changing import run_job
 from tests.loop.ranks import RankFailedError, Ranks
 from tests.sync.averages import AVERAGES
 from tests.sync.drifting import BATCH, EPOCHS, STEPS, Loop, adam, net, plain, reference, rows, sgd, weights
+from tests.sync.tiles.saving import wait_until
 
 
 def train(strategy: Any, make: Any) -> Any:
@@ -77,8 +78,13 @@ class Saving:
         session = current_session()
         storage = RunStorage(str(self._path))
         saver = StateSaver(session, storage, lambda saved: 1e5, keep=100, interval_s=1e-9)
+
+        def between_steps() -> None:
+            saver.between_steps()
+            wait_until(lambda: not saver._parts.makes_memory and not saver._busy())
+
         if session.rank == 0:
-            session.registry.add_hook(HookPoint.BETWEEN_STEPS, saver.between_steps)
+            session.registry.add_hook(HookPoint.BETWEEN_STEPS, between_steps)
         self.savers.append(saver)
         return self._loop()
 
@@ -94,7 +100,7 @@ class Saving:
             self.models.setdefault(session.progress.steps, []).append(weights(model))
 
 
-@pytest.mark.slow  # whether a checkpoint comes in time depends on the machine's load
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("name", AVERAGES)
 def test_a_checkpoint_holds_the_one_model_and_loads_anywhere(name: str, tmp_path: Path) -> None:
     saving = Saving(tmp_path, Strategy(average=AVERAGES[name]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -33,11 +34,34 @@ def rows() -> Tensor:
     return torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(7))
 
 
+class Pace:
+    """What steps take: those of the late worker as long as several of each other one, on a busy machine, too."""
+
+    SEVERAL, STEP_S = 3, 0.003
+
+    def __init__(self, late: str = "w2", longest_s: float = 0.5) -> None:
+        self._late, self._made = late, Counter[str]()
+        self.longest_s = longest_s  # of a step: the others may have none left to make
+
+    def step(self) -> None:
+        worker = current_session().worker
+        self._made[worker] += 1
+        if worker != self._late:
+            time.sleep(self.STEP_S)
+            return
+        began_s, before = time.monotonic(), self._made.copy()
+        others = [each for each in before if each != worker]
+        while (took_s := time.monotonic() - began_s) < self.longest_s:
+            if took_s > 10 * self.STEP_S and all(self._made[each] >= before[each] + self.SEVERAL for each in others):
+                break
+            time.sleep(0.001)
+
+
 class Late:
     """A train loop in which one worker's steps take longer."""
 
-    def __init__(self, strategy: Any, late: str = "w2", late_s: float = 0.03, workers: int = 0) -> None:
-        self._strategy, self._late, self._late_s, self._workers = strategy, late, late_s, workers
+    def __init__(self, strategy: Any, workers: int = 0, longest_s: float = 0.5) -> None:
+        self._strategy, self._workers, self._pace = strategy, workers, Pace(longest_s=longest_s)
 
     def __call__(self) -> tuple[Tensor, list[list[int]], list[float], int]:
         model = line()
@@ -54,8 +78,7 @@ class Late:
                 wrapped(x).square().mean().backward()
                 optimizer.step()
                 schedule.step()
-                # the speeds of the workers
-                time.sleep(self._late_s if current_session().worker == self._late else self._late_s / 10)
+                self._pace.step()
                 seen.append(numbers.tolist())
             rates.append(schedule.get_last_lr()[0])
         return weights(model), seen, rates, current_session().progress.steps
@@ -86,18 +109,20 @@ def test_others_make_the_steps_of_a_late_rank(make: Any) -> None:
 
 
 def test_none_is_given_back_where_it_is_not_wanted() -> None:
-    outcome = run_job(Late(LocalSGD(period=PERIOD)), [], first=(1, 2, 3))
+    outcome = run_job(Late(LocalSGD(period=PERIOD), longest_s=0.03), [], first=(1, 2, 3))
     check(outcome)
     assert {len(seen) for _, seen, *_ in outcome.results.values()} == {SAMPLES // BATCH * EPOCHS}
 
 
 def test_none_is_given_back_where_worker_processes_load() -> None:
-    outcome = run_job(Late(LocalSGD(period=PERIOD, give_back=True), workers=1), [], first=(1, 2))
+    outcome = run_job(Late(LocalSGD(period=PERIOD, give_back=True), workers=1, longest_s=0.03), [], first=(1, 2))
     check(outcome)
     assert {len(seen) for _, seen, *_ in outcome.results.values()} == {SAMPLES // BATCH * EPOCHS}
 
 
 def test_none_is_given_back_once_the_strategy_says_so() -> None:
+    pace = Pace()
+
     def train() -> list[int]:
         model = line()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -107,13 +132,13 @@ def test_none_is_given_back_once_the_strategy_says_so() -> None:
         for epoch in er.remaining_epochs_until(4):
             if epoch == 2:  # takes effect after a step or a round
                 wrapped.set_strategy(LocalSGD(period=PERIOD))
+                pace.longest_s = 0.03
             made.append(0)
             for x in loader:
                 optimizer.zero_grad()
                 wrapped(x).square().mean().backward()
                 optimizer.step()
-                # one worker is late
-                time.sleep(0.02 if current_session().worker == "w2" else 0.002)
+                pace.step()
                 made[-1] += 1
         return made
 

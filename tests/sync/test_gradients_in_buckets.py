@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import elastic_ray as er
 from elastic_ray.loop.api import current_session
 from tests.loop.changing import run_job
+from tests.loop.ranks import leave_torch_group
 from tests.sync.sharded_parameters.live import Live
 
 BATCH, STEPS, WIDTH = 8, 8, 160
@@ -80,7 +81,7 @@ def peak_under_ddp(store: Path) -> int:
             for _ in range(STEPS):
                 plain(wrapped, module, optimizer, torch.randn(BATCH // 2, WIDTH))
     finally:
-        torch.distributed.destroy_process_group()
+        leave_torch_group()
     return live.peak
 
 

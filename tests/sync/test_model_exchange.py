@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from elastic_ray.communication.model_exchange import ModelExchange
+from elastic_ray.loop.api import current_session
 from elastic_ray.sync import LocalSGD, PairAveraging
 from elastic_ray.sync.averaging.algorithms import PairAverager
 from elastic_ray.sync.averaging.drift import Replica
@@ -22,6 +25,7 @@ from tests.loop.ranks import Ranks
 from tests.sync.drifting import STEPS, Loop
 
 LAYOUT, SIZE = 7, 1 << 18
+WAIT_S = 30.0
 Two = tuple[list[Replica], list[dict[str, torch.Tensor]]]
 """Replicas of two ranks in one process, and the parameters of each."""
 
@@ -29,16 +33,16 @@ Two = tuple[list[Replica], list[dict[str, torch.Tensor]]]
 class Told:
     """What ranks need of a communicator: all in one process, and each tells the others."""
 
-    host, timeout_s, broken = "127.0.0.1", 5.0, False
+    host, timeout_s, broken = "127.0.0.1", WAIT_S, False
 
     def __init__(self, rank: int, texts: dict[int, bytes], barrier: threading.Barrier) -> None:
         self.rank, self.world_size, self._texts, self._barrier = rank, barrier.parties, texts, barrier
 
     def broadcast_bytes(self, content: bytes, root: int) -> bytes:
-        self._barrier.wait(5.0)
+        self._barrier.wait(WAIT_S)
         if self.rank == root:
             self._texts[root] = content
-        self._barrier.wait(5.0)
+        self._barrier.wait(WAIT_S)
         return self._texts[root]
 
     def mark_broken(self) -> None:
@@ -59,14 +63,15 @@ def pulled(exchange: ModelExchange, into: list[torch.Tensor], layout: int = LAYO
     """Pull once, and wait."""
     exchange.ask(layout, into)
     assert exchange._pulled is not None
-    exchange._pulled.exception(5.0)
+    exchange._pulled.exception(WAIT_S)
     return exchange.arrived(into) is not None
 
 
 def until(done: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 5.0
+    deadline_s = time.monotonic() + WAIT_S
     while not done():
         assert time.monotonic() < deadline_s
+        time.sleep(0.001)
 
 
 def alone(exchange: ModelExchange, peer: int) -> None:
@@ -101,11 +106,11 @@ def test_steps_made_during_a_pull_count_in_full(two: Two) -> None:
         first.publish(time.monotonic())
         if dropped:
             first.drop_pull()
-        assert first.exchange._pulled is not None and first.exchange._pulled.result(5.0)
+        assert first.exchange._pulled is not None and first.exchange._pulled.result(WAIT_S)
         params["w"] -= 1.0
         PairAverager().mix(first, time.monotonic() + 60.0)
         assert params["w"].tolist() == [wanted] * 3
-        assert first.exchange._pulled is not None and not first.exchange._pulled.result(5.0), "it has that one"
+        assert first.exchange._pulled is not None and not first.exchange._pulled.result(WAIT_S), "it has that one"
         assert first.pulled(0.0) is None
 
 
@@ -120,7 +125,7 @@ def test_models_of_the_same_time_are_compared(two: Two, ago_s: float, own: float
             second.publish(now_s - ago_s)
         first.publish(now_s - at_s)
         assert first.exchange._pulled is not None
-        first.exchange._pulled.exception(5.0)
+        first.exchange._pulled.exception(WAIT_S)
         if at_s > 10.0:
             assert first.pulled(now_s) is None, "nothing is published yet"
         params["w"] -= 1.0
@@ -132,12 +137,12 @@ def test_pull_from_before_unfreezing_is_ignored(two: Two) -> None:
     (first, second), (params, others) = two
     second.publish(time.monotonic())
     first.publish(time.monotonic())
-    assert first.exchange._pulled is not None and first.exchange._pulled.result(5.0)
+    assert first.exchange._pulled is not None and first.exchange._pulled.result(WAIT_S)
     params["unfrozen"], others["unfrozen"] = torch.full((2,), 1.0), torch.full((2,), 3.0)
     second.publish(time.monotonic())
     PairAverager().mix(first, time.monotonic() + 60.0)
     assert params["w"].tolist() == [10.0] * 3
-    assert first.exchange._pulled is not None and first.exchange._pulled.result(5.0)
+    assert first.exchange._pulled is not None and first.exchange._pulled.result(WAIT_S)
     PairAverager().mix(first, time.monotonic() + 60.0)
     assert params["w"].tolist() == [15.0] * 3 and params["unfrozen"].tolist() == [2.0] * 2
 
@@ -184,7 +189,7 @@ def test_nothing_is_asked_where_no_rank_is_left(three: list[ModelExchange]) -> N
     first, into = three[0], [torch.zeros(3)]
     assert first.ask(LAYOUT, into) and not first.ask(LAYOUT, into), "one pull at a time"
     assert first._pulled is not None and first._pulls is not None
-    first._pulled.exception(5.0)
+    first._pulled.exception(WAIT_S)
     first.arrived(into)
     first._pulls.peers.clear()
     assert not first.ask(LAYOUT, into)
@@ -223,14 +228,14 @@ def test_a_pull_ends_with_its_group(three: list[ModelExchange]) -> None:
         connection, _ = silent.accept()
         with connection:
             first.close()
-            assert pull.result(timeout=2.0) is None, "long before the group's timeout"
+            assert pull.result(timeout=WAIT_S / 2) is None, "long before the group's timeout"
 
 
 def test_strangers_are_told_nothing(three: list[ModelExchange]) -> None:
     first, second, _ = three
     second.publish(LAYOUT, [torch.ones(3)])
     assert first._pulls is not None
-    with socket.create_connection(first._pulls.peers[1], timeout=5.0) as stranger:
+    with socket.create_connection(first._pulls.peers[1], timeout=WAIT_S) as stranger:
         stranger.sendall(b"x" * 16)
         assert stranger.recv(1) == b""
 
@@ -242,19 +247,38 @@ def test_a_pull_of_other_tensors_is_not_taken(three: list[ModelExchange]) -> Non
     before = [torch.zeros(3)]
     first.ask(LAYOUT, before)
     assert first._pulled is not None
-    first._pulled.exception(5.0)
+    first._pulled.exception(WAIT_S)
     assert first.arrived([torch.zeros(3)]) is None
 
 
+def wait_for_pull(step: int, model: torch.nn.Module) -> None:
+    for exchange in current_session().run.exchanges:
+        if exchange._pulled is not None:
+            exchange._pulled.exception(WAIT_S)
+
+
 def mixed(strategy: Any) -> Any:
-    return Loop(strategy, inside=lambda step, model: time.sleep(0.05))()  # in which a pull comes
+    return Loop(strategy, inside=wait_for_pull)()
+
+
+def mixed_in_step(strategy: Any) -> Any:
+    """The same of two ranks that make each step at one time: further apart, they pull models of other steps."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False)
+
+    def inside(step: int, model: torch.nn.Module) -> None:
+        store.add(f"step {step}", 1)
+        until(lambda: store.add(f"step {step}", 0) == 2)
+        wait_for_pull(step, model)
+
+    return Loop(strategy, inside=inside)()
 
 
 def test_models_of_pairs_stay_closer(ranks: Ranks) -> None:
     """Than those of ranks that only train by themselves for as long."""
     apart = {}
     for strategy in (PairAveraging(period=5), LocalSGD(period=5)):
-        (one, ours), (other, theirs) = ranks.run(mixed, strategy, world=2)
+        (one, ours), (other, theirs) = ranks.run(mixed_in_step, strategy, world=2)
         assert torch.equal(one, other) and len(ours) == STEPS, "all end with one model"
         apart[type(strategy)] = float(torch.dist(ours[4].after, theirs[4].after))
     assert 0 < apart[PairAveraging] < 0.95 * apart[LocalSGD]

@@ -87,24 +87,25 @@ def test_an_epoch_has_one_vote_a_round(ranks: Ranks, strategy: Any, make: Any, g
 
 
 def late(folder: Path) -> bool:
-    """Whether a rank is through its first round before the other one comes to the epoch."""
-    through, rank = folder / "through", er.get_context().get_world_rank
+    """True if rank 0 has come through its round before rank 1 comes to the epoch."""
+    through, rank, found = folder / "through", er.get_context().get_world_rank, [True]
 
     def inside(epoch: int, step: int, data: Numbered) -> None:
         if epoch == 1 and rank() == 0 and step == PERIOD - 2:
             through.touch()
         until_s = time.monotonic() + WAIT_S
-        while epoch == 1 and rank() == 1 and step < 0 and not through.exists() and time.monotonic() < until_s:
+        while epoch == 1 and rank() == 1 and step < 0 and not through.exists():
+            if time.monotonic() > until_s:
+                found[0] = False
+                break
             time.sleep(0.01)  # until the other one has written it
 
     train(LocalSGD(period=PERIOD), plain, inside)
-    return through.exists()
+    return found[0]
 
 
 def test_nobody_waits_before_a_pass_for_a_late_rank(ranks: Ranks, tmp_path: Path) -> None:
-    began_s = time.monotonic()
     assert ranks.run(late, tmp_path, world=2) == [True, True]
-    assert time.monotonic() - began_s < WAIT_S
 
 
 def differing(give_back: bool, samples: int) -> tuple[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +16,7 @@ from elastic_ray.sync import Parallax
 from elastic_ray.sync.tables import rows_operation as operation
 from elastic_ray.sync.tables.row_bucket import RowBucket
 from tests.loop.changing import Change, Kill, run_job
-from tests.loop.ranks import Ranks
+from tests.loop.ranks import Ranks, leave_torch_group
 from tests.sync import tables
 from tests.sync.tables import Case, adagrad, adam, assert_same_update, by_torch, elastic, momentum, parameters, sgd
 
@@ -93,8 +92,7 @@ def ddp(case: Case, batch: int) -> dict[str, Tensor]:
             optimizer.zero_grad()
             nn.functional.cross_entropy(wrapped(ids), classes).backward()
             optimizer.step()
-    time.sleep(0.3)  # DDP ends its group holding the GIL, which the group's threads need
-    dist.destroy_process_group()
+    leave_torch_group()
     return parameters(model)
 
 

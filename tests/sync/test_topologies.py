@@ -31,6 +31,7 @@ from tests.membership.groups import on_ranks
 
 nodes_of_ranks = st.lists(st.integers(0, 3), min_size=2, max_size=9)
 TWO_NODES = (0, 1, 0, 1, 0)
+WAIT_S = 30.0
 
 
 def carried_out(rounds: Sequence[Round], nodes: Sequence[int], size: int) -> list[list[frozenset[int]]]:
@@ -170,10 +171,13 @@ def test_sums_under_way_at_once_do_not_mix() -> None:
 
 @pytest.mark.parametrize("ending", ["a lost peer", "void"])
 def test_rounds_end_with_their_group(ending: str) -> None:
+    ended = threading.Barrier(3)
+
     def work(communicator: Communicator) -> str:
         if communicator.rank == 0:
             if ending == "a lost peer":
                 communicator.leave(2.0)
+            ended.wait(WAIT_S)  # else Python's collector may end its connections
             return "gone"
         bucket = Bucket(0, 0, [torch.nn.Parameter(torch.zeros(5))], 0)
         works = make_operation(plan("star", TWO_NODES[:3])).launch(bucket, communicator.gradients)
@@ -182,11 +186,12 @@ def test_rounds_end_with_their_group(ending: str) -> None:
         since_s = time.monotonic()
         with pytest.raises(CommunicationFailedError) as told:
             communicator.wait(works[0])
-        assert communicator.broken and time.monotonic() - since_s < 5.0, "not before the group's timeout"
+        assert communicator.broken and time.monotonic() - since_s < WAIT_S, "not before the group's timeout"
+        ended.wait(WAIT_S)
         communicator.leave(2.0)
         return str(told.value)
 
-    gone, *others = on_ranks(3, work, timeout_s=30.0)
+    gone, *others = on_ranks(3, work, timeout_s=2 * WAIT_S)
     assert gone == "gone"
     assert all(isinstance(told, str) for told in others), others
     # The rank that calls off first is a lost peer to the other one.
@@ -214,7 +219,7 @@ def test_a_failed_transfer_keeps_nothing_alive() -> None:
     try:
         with pytest.raises(RuntimeError, match="the peer is gone"):
             work.wait()
-        until_s = time.monotonic() + 5.0
+        until_s = time.monotonic() + WAIT_S
         while there() is not None and time.monotonic() < until_s:
             time.sleep(0.001)  # the thread returns
         assert work.is_completed() and there() is None

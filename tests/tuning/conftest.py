@@ -9,7 +9,7 @@ import pytest
 
 from tests.local_cluster import LocalCluster
 
-SETTLE_S = 25.0  # a sweep's processes wait 10 s for a trial that does not come
+SETTLE_S = 45.0  # a sweep's processes wait 10 s for a trial that does not come
 
 
 @pytest.fixture(scope="module")

@@ -180,14 +180,14 @@ def test_pbt_without_checkpoints_says_what_is_missing(tmp_path: Path) -> None:
 def test_when_all_is_over_no_trial_controller_is_found(tmp_path: Path) -> None:
     fit(tmp_path, {"epochs": 1})
     notes = [json.loads(file.read_text()) for file in tmp_path.glob("*/*/elastic_trial.json")]
-    deadline = time.monotonic() + 25
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and any(find_controller(note["controller"]) for note in notes):
         time.sleep(0.2)
     assert [find_controller(note["controller"]) for note in notes] == [None]
 
 
 def test_the_cluster_is_whole_again(sweep_cluster: LocalCluster) -> None:
-    deadline = time.monotonic() + 5  # Ray's own view lags behind
+    deadline = time.monotonic() + 60  # Ray's own view lags behind
     while time.monotonic() < deadline and ray.available_resources().get("slot", 0) < 4:
         time.sleep(0.1)
     assert ray.available_resources()["slot"] == 4

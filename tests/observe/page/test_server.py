@@ -84,7 +84,7 @@ class Page:
         """A browser's connection to the stream, whose answer has not been read."""
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)  # else the system reads megabytes for it
-        connection.settimeout(10)
+        connection.settimeout(60)
         connection.connect(("127.0.0.1", self.port))
         connection.sendall(f"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\n\r\n".encode())
         return connection
