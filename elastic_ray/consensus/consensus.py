@@ -161,17 +161,18 @@ class AgreedChanges:
             self.conclude(self.values(communicator.rank), 1)
             return [(key, name, added[key][name]) for key, name in names]
         sums = [added[key][name] for key, name in names]
-        ballot = list(agree([*self.values(communicator.rank), *names_ballot(names), *sums[:_SUMS_ROOM]]))
+        with communicator.together():  # a worker of a unit may have added to more names than another one
+            ballot = list(agree([*self.values(communicator.rank), *names_ballot(names), *sums[:_SUMS_ROOM]]))
+            if not names_agree(ballot[CONTROL_SIZE:_NAMES_END], world_size):
+                raise RuntimeError(
+                    "every rank must add to the same names of the same Accumulators in a step, at least 0.0, but they "
+                    f"differ; this rank has added to {sorted({name for _, name in names}) or 'none'}"
+                )
+            if len(sums) > _SUMS_ROOM:
+                rest = torch.tensor(sums[_SUMS_ROOM:], dtype=torch.float64)
+                communicator.wait(communicator.all_reduce(rest))
+                sums[_SUMS_ROOM:] = rest.tolist()
         self.conclude(ballot[:CONTROL_SIZE], world_size)
-        if not names_agree(ballot[CONTROL_SIZE:_NAMES_END], world_size):
-            raise RuntimeError(
-                "every rank must add to the same names of the same Accumulators in a step, at least 0.0, but they "
-                f"differ; this rank has added to {sorted({name for _, name in names}) or 'none'}"
-            )
-        if len(sums) > _SUMS_ROOM:
-            rest = torch.tensor(sums[_SUMS_ROOM:], dtype=torch.float64)
-            communicator.wait(communicator.all_reduce(rest))
-            sums[_SUMS_ROOM:] = rest.tolist()
         sums[:_SUMS_ROOM] = ballot[_NAMES_END : _NAMES_END + min(len(sums), _SUMS_ROOM)]
         return [(key, name, value) for (key, name), value in zip(names, sums, strict=True)]
 
@@ -347,9 +348,10 @@ class RankConsensus:
             RanksDisagreeError: the ranks announced different actions; raised on every rank.
             ReplicasDifferError: the ranks hold different parameters or data; raised on every rank.
         """
-        sums = self.announcer.agree()
-        compared = self._replicas if self._plan is None else self._plan
-        compared.compare(self._group.communicator, self.announcer.fingerprints)
+        communicator, compared = self._group.communicator, self._replicas if self._plan is None else self._plan
+        with communicator.together():  # one worker of a unit may find a difference, and others none
+            sums = self.announcer.agree()
+            compared.compare(communicator, self.announcer.fingerprints)
         return sums
 
     def agree_on(

@@ -35,22 +35,21 @@ class BufferSync:
         """
         if communicator.world_size == 1:
             return
-        buffers = [b for b in self._module.buffers() if b.numel()]
-        averaged = [b for b in buffers if b.is_floating_point()]
-        others = [b for b in buffers if not b.is_floating_point()]
-        for same in (averaged, others):
-            for kind in dict.fromkeys((b.dtype, b.device) for b in same):
-                members = [b for b in same if (b.dtype, b.device) == kind]
-                flat = torch.cat([b.reshape(-1) for b in members])
-                if same is averaged:
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for b in self._module.buffers():
+            if b.numel():
+                kinds.setdefault((b.dtype, b.device), []).append(b)
+        flats = {kind: torch.cat([b.reshape(-1) for b in members]) for kind, members in kinds.items()}
+        with communicator.together():  # workers of a unit may hold unlike buffers
+            for (dtype, _), flat in flats.items():
+                if dtype.is_floating_point:
                     communicator.wait(communicator.all_reduce(flat))
                     flat /= communicator.world_size
                 else:
                     communicator.broadcast(flat, 0)
-                offset = 0
-                for b in members:
-                    b.copy_(flat[offset : offset + b.numel()].view(b.shape))
-                    offset += b.numel()
+        for kind, members in kinds.items():
+            for b, value in zip(members, torch.split(flats[kind], [b.numel() for b in members]), strict=True):
+                b.copy_(value.view(b.shape))
 
 
 class SavedBuffers:

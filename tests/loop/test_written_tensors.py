@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_ray.parallel.buffers import WrittenTensors
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.parallel.buffers import BufferSync, WrittenTensors
+from tests.membership.groups import on_ranks
 
 
 @pytest.mark.parametrize("kind", ["inference", "sparse", "expanded", "dense"])
@@ -32,3 +34,17 @@ def test_unchanged_tensors_keep_their_counters() -> None:
     written.roll_back(written.remember())
     loss.backward()
     assert x.grad is not None
+
+
+def test_buffers_stay_as_they_were_if_the_group_breaks_between_two_kinds() -> None:
+    def work(communicator: Communicator) -> tuple[float, int] | None:
+        if communicator.rank == 1:
+            communicator.wait(communicator.all_reduce(torch.full((2,), 5.0)))  # its floating-point buffers, and no others
+            communicator.leave(1.0)
+            return None
+        norm = torch.nn.BatchNorm1d(1)
+        with pytest.raises(CommunicationFailedError):
+            BufferSync(norm)(communicator)
+        return float(norm.running_mean), int(norm.num_batches_tracked)
+
+    assert on_ranks(2, work, timeout_s=5.0) == [(0.0, 0), None]
