@@ -90,7 +90,8 @@ class WrittenTensors:
     """Tensors that forward passes modify (queues, centres, a teacher's weights), to be restored if a step is lost.
 
     Normalisation statistics are not restored, because a lost step's passes merely add samples to them. A frozen
-    parameter is copied only once it has changed a second time, so that a backbone's parameters are not held twice.
+    parameter is copied for the first step, and from its first change on. A frozen backbone, which is larger than what
+    is trained, is not copied for the first step, so that it is never held twice.
     Torch does not count changes through ``.data``, as made by MoCo and DINO. These are detected by comparing samples of
     the values, at ever longer intervals.
     """
@@ -102,6 +103,11 @@ class WrittenTensors:
                 self._places += [(owner._buffers, name) for name in owner._buffers]
             frozen: Any = owner._parameters
             self._places += [(frozen, name) for name, p in frozen.items() if p is not None and not p.requires_grad]
+        sizes = [(p.requires_grad, p.numel()) for p in module.parameters()]
+        self._copies_first = sum(size for trained, size in sizes if not trained) <= sum(
+            size for trained, size in sizes if trained
+        )
+        self._tentative: set[int] = set()  # frozen parameters that are copied and were not seen to change
         self._known: list[_Written | None] = [None] * len(self._places)
         self._steps = 0
         self._samples: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
@@ -120,8 +126,13 @@ class WrittenTensors:
             if now is None or now.requires_grad or now.is_inference():
                 self._known[number] = None
             elif number in self._uncounted or known is None or known.tensor is not now or known.version != now._version:
-                copied = known is not None or not isinstance(now, torch.nn.Parameter)
+                first = known is None and isinstance(now, torch.nn.Parameter)
+                copied = self._copies_first or not first
                 self._known[number] = _Written(now, now._version, now.detach().clone() if copied else None)
+                (self._tentative.add if first and copied else self._tentative.discard)(number)
+            elif number in self._tentative:
+                self._tentative.discard(number)
+                self._known[number] = _Written(now, now._version, None)
         return list(self._known)
 
     @torch.no_grad()

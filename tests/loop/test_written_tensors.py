@@ -48,3 +48,30 @@ def test_buffers_stay_as_they_were_if_the_group_breaks_between_two_kinds() -> No
         return float(norm.running_mean), int(norm.num_batches_tracked)
 
     assert on_ranks(2, work, timeout_s=5.0) == [(0.0, 0), None]
+
+
+class Teacher(torch.nn.Module):
+    """A frozen layer that forward passes write to, beside ``trained`` layers of the same size."""
+
+    def __init__(self, trained: int) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.trained = torch.nn.ParameterList(torch.zeros(8) for _ in range(trained))
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_the_first_write_to_a_frozen_parameter_is_undone(counted: bool) -> None:
+    model = Teacher(trained=1)
+    written = WrittenTensors(model)
+    for value in (1.0, 2.0):
+        before, values = written.remember(), model.frozen.clone()
+        (model.frozen if counted else model.frozen.data).fill_(value)
+        written.roll_back(before)
+        assert torch.equal(model.frozen, values)
+
+
+def test_frozen_parameters_that_nothing_writes_to_are_not_held_twice() -> None:
+    backbone, student = WrittenTensors(Teacher(trained=0)), WrittenTensors(Teacher(trained=1))
+    first = [each.remember()[0] for each in (backbone, student)]
+    assert [each is not None and each.copied is not None for each in first] == [False, True]
+    assert all(each is not None and each.copied is None for each in (student.remember()[0], backbone.remember()[0]))
