@@ -32,6 +32,7 @@ CONTROL_SIZE = 10
 _NAMES_END = CONTROL_SIZE + 4
 _SUMS_ROOM = PAYLOAD_SIZE - _NAMES_END
 
+_MOST_AHEAD = 32
 _UNRECORDED = 3  # reports of another rank without one of rank 0
 UNRECORDED = (
     f"a rank other than 0 has called report() {_UNRECORDED} times and rank 0 never: metrics are recorded from rank 0 "
@@ -72,6 +73,7 @@ class AgreedChanges:
         self.wants_consensus = self._consensus = False
         self.wants_comparison = self.comparison = self.saves = False
         self._heard = self._others = 0
+        self._ahead: dict[float, int] = {}  # what this rank has said of it, and what it meant
 
     def start(self) -> None:
         """Enter a new group and discard the previous group's agreements."""
@@ -109,7 +111,10 @@ class AgreedChanges:
     def values(self, rank: int) -> list[float]:
         """Return this rank's control values, which are summed over the ranks (``CONTROL_SIZE``; exact in float32)."""
         wishes = self._wishes
-        ahead = float(wishes.prepared_ahead)
+        # Squares of larger numbers are not exact in float32 over all ranks, and a job whose changes are cancelled for
+        # days gets there. Ranks that have prepared a group are never so far apart.
+        ahead = float((wishes.prepared_ahead - 1) % _MOST_AHEAD + 1 if wishes.prepared_ahead else 0)
+        self._ahead[ahead] = wishes.prepared_ahead
         wish = wishes.wanted_batch if rank == 0 else None
         return [
             ahead,
@@ -127,7 +132,7 @@ class AgreedChanges:
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
         """Update the agreed decisions from control values summed over all ranks, in the same way on every rank."""
         if sums[0] > 0 and (ahead := agreed_generations_ahead(sums[0], sums[1], world_size)):
-            self.generation = self._wishes.generation + ahead
+            self.generation = self._wishes.generation + self._ahead[ahead]
         self.stop = self.stop or sums[2] > 0
         self.preempted = self.preempted or sums[5] > 0
         self._heard = max(self._heard, round(sums[6]))
