@@ -279,9 +279,13 @@ class AdaptiveDataLoader(ResumableLoader):
             (loaders.info is None or (loaders.is_left and not session.elastic)) and not self._given.whole_batches
         ):
             self._lead()
-        elif self._counts_tokens and loaders.info is not None and loaders.info.limits.fixed:
-            if (leading := loaders.info.tokens) is None or not leading.counted:
-                self._lead()  # only the leading loader's tokens are counted
+        elif (
+            self._counts_tokens
+            and (known := loaders.info) is not None
+            and known.limits.fixed
+            and (known.tokens is None or not known.tokens.counted)
+        ):
+            self._lead()  # only the leading loader's tokens are counted
 
     @property
     def _counts_tokens(self) -> bool:

@@ -39,7 +39,8 @@ def test_unchanged_tensors_keep_their_counters() -> None:
 def test_buffers_stay_as_they_were_if_the_group_breaks_between_two_kinds() -> None:
     def work(communicator: Communicator) -> tuple[float, int] | None:
         if communicator.rank == 1:
-            communicator.wait(communicator.all_reduce(torch.full((2,), 5.0)))  # its floating-point buffers, and no others
+            # its floating-point buffers, and no others
+            communicator.wait(communicator.all_reduce(torch.full((2,), 5.0)))
             communicator.leave(1.0)
             return None
         norm = torch.nn.BatchNorm1d(1)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import elastic_ray as er
-from elastic_ray.state.replicas import ReplicasDifferError
+from elastic_ray.state.layout import ReplicasDifferError
 from elastic_ray.sync import Strategy
 from elastic_ray.sync.averaging.algorithms import DiLoCoAverager
 from elastic_ray.sync.spec import Average
-from tests.loop.ranks import Ranks
 from tests.loop.changing import run_job
+from tests.loop.ranks import Ranks
 from tests.sync.averages import AVERAGES
 from tests.sync.drifting import Loop, adam, net, reference, rows, sgd
 

@@ -110,8 +110,8 @@ _OF_DENSE: Mapping[str, Sync | None] = {"": None, "rows": Rows()}
 _NO_TABLES: Mapping[str, Sync | None] = {"": None}
 
 
-# For fewer bytes all ways cost a few messages: what tells them apart in a trial is chance. Between nodes a message takes
-# longer than within one, and two levels send fewer of them.
+# For fewer bytes all ways cost a few messages: what tells them apart in a trial is chance. But a message between nodes
+# takes longer than within one, and two levels send fewer of them.
 _LEAST_BYTES = 4 * _MIB
 _OF_FEW_BYTES = "two_level"
 
