@@ -74,3 +74,16 @@ def counted(unit: UnitGroup) -> dict[str, float]:
 def test_sums_of_a_last_stage_may_have_any_number_of_names(tmp_path: Path) -> None:
     for first, last in run_units(counted, tmp_path):
         assert first == {} and last == {f"class {name}": 40.0 for name in range(40)}
+
+
+def summed(unit: UnitGroup) -> list[list[float]]:
+    """Sum over the units, of nothing on their first workers."""
+    model = nn.Linear(6, 1)
+    er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.01), scaling_rule="none")
+    for _ in er.remaining_epochs_until(1):
+        return [er.all_reduce(torch.ones(unit.place.position), op="sum").tolist() for _ in range(2)]
+    return []
+
+
+def test_workers_of_a_unit_may_add_up_nothing(tmp_path: Path) -> None:
+    assert run_units(summed, tmp_path) == [[[[], []], [[2.0], [2.0]]]] * 2
