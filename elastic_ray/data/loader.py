@@ -458,6 +458,7 @@ class AdaptiveDataLoader(ResumableLoader):
             self._source.end()
 
     def _join_present_run(self) -> None:
+        """Attach this loader to the current run; raises RuntimeError if it cannot set that run's batch."""
         self.join(session_of_thread() or self._session)
         if not self._limits.fixed and not self._leads:
             raise RuntimeError("autoscale_batch_size must be called before the first epoch")

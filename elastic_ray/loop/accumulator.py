@@ -69,6 +69,7 @@ class Accumulator(Mapping[str, float]):
             self._session, self._key = present, (-1, self._number)
 
     def _start_in(self, session: Session) -> None:
+        """Start at 0 in a run; raises RuntimeError in a step of a round whose ranks make unequally many steps."""
         caller = sys._getframe(2)
         scope = session.ledger.accumulator_scope
         number = session.ledger.number_in_step(f"{caller.f_code.co_name} {caller.f_lineno}")

@@ -47,7 +47,7 @@ def trained(unit: UnitGroup, strategy: Any, *, norm: bool) -> list[torch.Tensor]
 
 @pytest.mark.parametrize("norm", [False, True], ids=["branch", "norm"])
 @pytest.mark.parametrize("strategy", ["all_reduce", "local_sgd", "diloco"])
-def test_units_agree_on_parts_that_need_unlike_collectives(strategy: str, norm: bool, tmp_path: Path) -> None:
+def test_units_agree_on_unlike_collectives(strategy: str, norm: bool, tmp_path: Path) -> None:
     found = run_units(lambda unit: trained(unit, strategy, norm=norm), tmp_path)
     for one, other in zip(found[0], found[1], strict=True):
         assert len(one) == len(other) > 0
@@ -71,7 +71,7 @@ def counted(unit: UnitGroup) -> dict[str, float]:
     return dict(sums)
 
 
-def test_sums_of_a_last_stage_may_have_any_number_of_names(tmp_path: Path) -> None:
+def test_a_last_stage_adds_to_many_names(tmp_path: Path) -> None:
     for first, last in run_units(counted, tmp_path):
         assert first == {} and last == {f"class {name}": 40.0 for name in range(40)}
 

@@ -36,7 +36,7 @@ def test_unchanged_tensors_keep_their_counters() -> None:
     assert x.grad is not None
 
 
-def test_buffers_stay_as_they_were_if_the_group_breaks_between_two_kinds() -> None:
+def test_group_that_breaks_between_kinds_changes_no_buffers() -> None:
     def work(communicator: Communicator) -> tuple[float, int] | None:
         if communicator.rank == 1:
             # its floating-point buffers, and no others
@@ -61,7 +61,7 @@ class Teacher(torch.nn.Module):
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_the_first_write_to_a_frozen_parameter_is_undone(counted: bool) -> None:
+def test_first_write_to_a_frozen_parameter_is_undone(counted: bool) -> None:
     model = Teacher(trained=1)
     written = WrittenTensors(model)
     for value in (1.0, 2.0):
@@ -71,7 +71,7 @@ def test_the_first_write_to_a_frozen_parameter_is_undone(counted: bool) -> None:
         assert torch.equal(model.frozen, values)
 
 
-def test_frozen_parameters_that_nothing_writes_to_are_not_held_twice() -> None:
+def test_unwritten_frozen_parameters_are_not_held_twice() -> None:
     backbone, student = WrittenTensors(Teacher(trained=0)), WrittenTensors(Teacher(trained=1))
     first = [each.remember()[0] for each in (backbone, student)]
     assert [each is not None and each.copied is not None for each in first] == [False, True]

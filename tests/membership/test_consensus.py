@@ -203,7 +203,7 @@ def test_a_generation_is_agreed_on_once_all_prepared_it(ahead: tuple[int, ...], 
 
 
 @pytest.mark.parametrize("world", [3, 8000])
-def test_a_generation_is_agreed_on_after_any_number_of_cancelled_ones(world: int) -> None:
+def test_generations_are_agreed_on_after_many_cancelled_ones(world: int) -> None:
     """The sums travel in float32."""
     one, other = _agreed(prepared_ahead=5003), _agreed(prepared_ahead=5004)
     for second, agreed in ((one, 5008), (other, 0)):

@@ -92,7 +92,7 @@ print(time.monotonic() - since_s)
 """
 
 
-def test_groups_that_wait_to_be_dropped_do_not_delay_the_exit() -> None:
+def test_groups_to_be_dropped_delay_no_exit() -> None:
     ended = subprocess.run([sys.executable, "-c", _BROKEN], capture_output=True, text=True, timeout=60, check=True)
     assert float(ended.stdout) < 1.5
 

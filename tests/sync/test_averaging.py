@@ -38,7 +38,7 @@ def test_the_model_is_that_of_the_formula(ranks: Ranks, name: str, world: int, m
         assert not torch.equal(replicas[0], replicas[1]), "between averages they differ"
 
 
-def test_replicas_are_compared_at_the_end_of_the_pass_that_ends_the_averaging() -> None:
+def test_pass_that_ends_the_averaging_compares_replicas() -> None:
     """A frozen parameter, which no average makes equal, differs in the pass's last step."""
     passes: list[int] = []
 

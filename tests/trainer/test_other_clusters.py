@@ -157,7 +157,7 @@ class Forbidding(ShakyStorage):
 
 
 @pytest.mark.parametrize("name", [SUBMISSION_FILE, ALIVE_FILE, EVENTS_FILE])
-def test_what_another_user_keeps_to_himself_is_no_proof_of_an_end(run: RunStorage, name: str) -> None:
+def test_unreadable_files_of_another_user_prove_no_end(run: RunStorage, name: str) -> None:
     run.events.append(["{}"])
     files = Forbidding(f"{run.path}/none")
     files.forbidden = name
