@@ -1,15 +1,37 @@
-"""Threads that wait for gloo's sends and receives, and their work objects (no torch)."""
+"""Threads that wait within gloo, and work objects for its sends and receives (no torch)."""
 
 from __future__ import annotations
 
 import collections
 import concurrent.futures
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
 _THREADS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+exiting = threading.Event()
+"""Set when the interpreter is about to exit: a group that is forming is then called off."""
+
+
+def start_thread(target: Callable[..., None], name: str, *args: object) -> threading.Thread:
+    """Start and return a daemon thread that may wait within gloo; :func:`join_threads` joins it before the exit.
+
+    Python ends a daemon thread that returns from C++ code after the interpreter has begun to exit. C++ code cannot be
+    unwound that way, so that the process would abort ("terminate called").
+    """
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    _THREADS.add(thread)
+    thread.start()
+    return thread
+
+
+def join_threads(timeout_s: float) -> None:
+    """Wait up to ``timeout_s`` [s] until all threads from :func:`start_thread` have ended."""
+    until_s = time.monotonic() + timeout_s
+    for each in list(_THREADS):
+        each.join(max(0.0, until_s - time.monotonic()))
 
 
 class BackgroundWork(concurrent.futures.Future[None]):
@@ -62,9 +84,7 @@ class TransferThreads:
             if self._running == self._most:
                 return work
             self._running += 1
-        thread = threading.Thread(target=self._run, name="transfer", daemon=True)
-        _THREADS.add(thread)
-        thread.start()
+        start_thread(self._run, "transfer")
         return work
 
     def _run(self) -> None:
@@ -86,9 +106,3 @@ class TransferThreads:
                 work.set_result(None)
             else:
                 work.set_exception(self._failure)
-
-
-def join_transfers(timeout_s: float) -> None:
-    """Wait up to ``timeout_s`` [s] for each thread whose transfers have ended and which is returning from gloo."""
-    for each in list(_THREADS):
-        each.join(timeout_s)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from elastic_ray.communication.background_work import exiting
+
 if TYPE_CHECKING:
     from elastic_ray.worker.actor_controller_client import ControllerCaller
 
@@ -78,7 +80,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             until_s = min(until_s, time.monotonic() + timeout.total_seconds())
         while missing := tuple(key for key in keys if key not in self._known):
             left_s = until_s - time.monotonic()
-            if left_s <= 0 or self._called_off():
+            if left_s <= 0 or self._called_off() or exiting.is_set():
                 raise RuntimeError(f"timed out waiting for {', '.join(missing)}")
             tells, self._untold = self._untold, {}
             self._known.update(self._caller.ask(self._with_others(missing), min(left_s, _LOOK_S), tells))

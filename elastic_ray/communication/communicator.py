@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ray.authentication import MAC_BYTES, sign, verify
-from elastic_ray.communication.background_work import BackgroundWork, TransferThreads
+from elastic_ray.communication.background_work import BackgroundWork, TransferThreads, exiting, start_thread
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.connections import (
     Connections,
@@ -195,8 +195,7 @@ class Communicator:
         wrong exit status.
         """
         self._closed = True
-        joining = threading.Thread(target=self._drop_gloo, name="leave-group", daemon=True)
-        joining.start()
+        joining = start_thread(self._drop_gloo, "leave-group")
         joining.join(timeout_s / 2)
         self.connections.shut_down()  # what is under way waits for a peer, also in a group that was closed
         joining.join(timeout_s / 2)
@@ -598,6 +597,7 @@ class RetiredCommunicators:
         self._retired: list[tuple[float, Communicator]] = []
         self._news = threading.Condition()
         self._dropping: threading.Thread | None = None
+        leave_at_exit(self)
 
     def retire(self, communicator: Communicator) -> None:
         """Schedule an unused communicator to be dropped in the background."""
@@ -606,19 +606,23 @@ class RetiredCommunicators:
             self._retired.append((time.monotonic() + grace_s, communicator))
             self._news.notify_all()
             if self._dropping is None:
-                self._dropping = threading.Thread(target=self._drop, name="retired-groups", daemon=True)
-                self._dropping.start()
+                self._dropping = start_thread(self._drop, "retired-groups")
 
     def drop_healthy(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` [s] until every healthy group has been dropped."""
         with self._news:
             self._news.wait_for(lambda: all(each.broken or each.voided for _, each in self._retired), timeout_s)
 
+    def leave(self, timeout_s: float) -> None:
+        """End the thread before the interpreter exits; each group then leaves by itself."""
+        with self._news:
+            self._news.notify_all()
+
     def _drop(self) -> None:
-        """Drop groups as they become due, until none are left."""
+        """Drop groups as they become due, until none are left or the interpreter exits."""
         while True:
             with self._news:
-                if not self._retired:
+                if not self._retired or exiting.is_set():
                     self._dropping = None
                     return
                 until_s, communicator = min(self._retired, key=lambda each: each[0])

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from elastic_ray.communication.background_work import join_transfers
+from elastic_ray.communication.background_work import exiting, join_threads
 
 Connection = tuple[int, int]
 """A descriptor and the number of the socket behind it, by which another one in its place is told apart."""
@@ -116,12 +116,13 @@ def leave_at_exit(group: Any) -> None:
 
 def _leave_all() -> None:
     """Leave all groups of this process before the interpreter exits."""
+    exiting.set()
     leaving = [threading.Thread(target=each.leave, args=(_LEAVE_S,), daemon=True) for each in list(_OPEN)]
     for each in leaving:
         each.start()
     for each in leaving:
         each.join()
-    join_transfers(_LEAVE_S)
+    join_threads(_LEAVE_S)
 
 
 atexit.register(_leave_all)

@@ -32,6 +32,7 @@ CONTROL_SIZE = 10
 _NAMES_END = CONTROL_SIZE + 4
 _SUMS_ROOM = PAYLOAD_SIZE - _NAMES_END
 
+_MOST_AHEAD = 32
 _UNRECORDED = 3  # reports of another rank without one of rank 0
 UNRECORDED = (
     f"a rank other than 0 has called report() {_UNRECORDED} times and rank 0 never: metrics are recorded from rank 0 "
@@ -72,6 +73,7 @@ class AgreedChanges:
         self.wants_consensus = self._consensus = False
         self.wants_comparison = self.comparison = self.saves = False
         self._heard = self._others = 0
+        self._ahead: dict[float, int] = {}  # what this rank has said of it, and what it meant
 
     def start(self) -> None:
         """Enter a new group and discard the previous group's agreements."""
@@ -109,7 +111,10 @@ class AgreedChanges:
     def values(self, rank: int) -> list[float]:
         """Return this rank's control values, which are summed over the ranks (``CONTROL_SIZE``; exact in float32)."""
         wishes = self._wishes
-        ahead = float(wishes.prepared_ahead)
+        # Squares of larger numbers are not exact in float32 over all ranks, and a job whose changes are cancelled for
+        # days gets there. Ranks that have prepared a group are never so far apart.
+        ahead = float((wishes.prepared_ahead - 1) % _MOST_AHEAD + 1 if wishes.prepared_ahead else 0)
+        self._ahead[ahead] = wishes.prepared_ahead
         wish = wishes.wanted_batch if rank == 0 else None
         return [
             ahead,
@@ -127,7 +132,7 @@ class AgreedChanges:
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
         """Update the agreed decisions from control values summed over all ranks, in the same way on every rank."""
         if sums[0] > 0 and (ahead := agreed_generations_ahead(sums[0], sums[1], world_size)):
-            self.generation = self._wishes.generation + ahead
+            self.generation = self._wishes.generation + self._ahead[ahead]
         self.stop = self.stop or sums[2] > 0
         self.preempted = self.preempted or sums[5] > 0
         self._heard = max(self._heard, round(sums[6]))
@@ -161,17 +166,18 @@ class AgreedChanges:
             self.conclude(self.values(communicator.rank), 1)
             return [(key, name, added[key][name]) for key, name in names]
         sums = [added[key][name] for key, name in names]
-        ballot = list(agree([*self.values(communicator.rank), *names_ballot(names), *sums[:_SUMS_ROOM]]))
+        with communicator.together():  # a worker of a unit may have added to more names than another one
+            ballot = list(agree([*self.values(communicator.rank), *names_ballot(names), *sums[:_SUMS_ROOM]]))
+            if not names_agree(ballot[CONTROL_SIZE:_NAMES_END], world_size):
+                raise RuntimeError(
+                    "every rank must add to the same names of the same Accumulators in a step, at least 0.0, but they "
+                    f"differ; this rank has added to {sorted({name for _, name in names}) or 'none'}"
+                )
+            if len(sums) > _SUMS_ROOM:
+                rest = torch.tensor(sums[_SUMS_ROOM:], dtype=torch.float64)
+                communicator.wait(communicator.all_reduce(rest))
+                sums[_SUMS_ROOM:] = rest.tolist()
         self.conclude(ballot[:CONTROL_SIZE], world_size)
-        if not names_agree(ballot[CONTROL_SIZE:_NAMES_END], world_size):
-            raise RuntimeError(
-                "every rank must add to the same names of the same Accumulators in a step, at least 0.0, but they "
-                f"differ; this rank has added to {sorted({name for _, name in names}) or 'none'}"
-            )
-        if len(sums) > _SUMS_ROOM:
-            rest = torch.tensor(sums[_SUMS_ROOM:], dtype=torch.float64)
-            communicator.wait(communicator.all_reduce(rest))
-            sums[_SUMS_ROOM:] = rest.tolist()
         sums[:_SUMS_ROOM] = ballot[_NAMES_END : _NAMES_END + min(len(sums), _SUMS_ROOM)]
         return [(key, name, value) for (key, name), value in zip(names, sums, strict=True)]
 
@@ -347,9 +353,10 @@ class RankConsensus:
             RanksDisagreeError: the ranks announced different actions; raised on every rank.
             ReplicasDifferError: the ranks hold different parameters or data; raised on every rank.
         """
-        sums = self.announcer.agree()
-        compared = self._replicas if self._plan is None else self._plan
-        compared.compare(self._group.communicator, self.announcer.fingerprints)
+        communicator, compared = self._group.communicator, self._replicas if self._plan is None else self._plan
+        with communicator.together():  # one worker of a unit may find a difference, and others none
+            sums = self.announcer.agree()
+            compared.compare(communicator, self.announcer.fingerprints)
         return sums
 
     def agree_on(

@@ -279,6 +279,18 @@ class AdaptiveDataLoader(ResumableLoader):
             (loaders.info is None or (loaders.is_left and not session.elastic)) and not self._given.whole_batches
         ):
             self._lead()
+        elif (
+            self._counts_tokens
+            and (known := loaders.info) is not None
+            and known.limits.fixed
+            and (known.tokens is None or not known.tokens.counted)
+        ):
+            self._lead()  # only the leading loader's tokens are counted
+
+    @property
+    def _counts_tokens(self) -> bool:
+        """True if this loader's batch follows the tokens that the loop counts."""
+        return self._tokens is not None and self._tokens.counted
 
     def _lead(self) -> None:
         """Make this loader report for the job."""
@@ -446,9 +458,15 @@ class AdaptiveDataLoader(ResumableLoader):
             self._source.end()
 
     def _join_present_run(self) -> None:
+        """Attach this loader to the current run; raises RuntimeError if it cannot set that run's batch."""
         self.join(session_of_thread() or self._session)
         if not self._limits.fixed and not self._leads:
             raise RuntimeError("autoscale_batch_size must be called before the first epoch")
+        if self._counts_tokens and not self._leads:
+            raise RuntimeError(
+                f"only one AdaptiveDataLoader of a train loop may have tokens_per_sample={WEIGH!r}, made before the "
+                "first epoch and beside none that adapts its batch: give another one a number"
+            )
 
     def _micro_batches(self, batches: Sequence[Callable[[], Any]]) -> Iterator[Any]:
         step: Any = self._session.ledger.step  # begun when its batches were cut

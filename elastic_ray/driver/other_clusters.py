@@ -11,7 +11,9 @@ import datetime
 import logging
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from elastic_ray.access import split
 from elastic_ray.checkpoints.run_directory import SUBMISSION_FILE, RunStorage
@@ -19,6 +21,8 @@ from elastic_ray.errors import JobNameTakenError
 from elastic_ray.record.submitted import SubmittedJob
 from elastic_ray.record.writer import ALIVE_EVERY_S
 from placement.storage.storage_calls import call_storage
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +38,23 @@ def refuse_running_elsewhere(
     """Raise JobNameTakenError if another cluster's controller writes into the run's directory.
 
     If the directory's last job may live, this blocks for up to ``watch_s`` [s].
+
+    Raises PermissionError if another user's files do not show whether their job has ended.
     """
 
-    def read_alive() -> float:
-        return call_storage(storage.where, "reading", storage.read_alive, timeout_s=timeout_s)
+    def read(what: Callable[[], T]) -> T:
+        try:
+            return call_storage(storage.where, "reading", what, timeout_s=timeout_s)
+        except PermissionError as error:
+            raise PermissionError(
+                f"the run's directory {storage.where} may be in use by another user's job, whose files you may not "
+                f"read: {error}. Choose another RunConfig(name) or storage_path, or ask that user"
+            ) from error
 
-    theirs = call_storage(storage.where, "reading", lambda: _unfinished(storage), timeout_s=timeout_s)
+    def read_alive() -> float:
+        return read(storage.read_alive)
+
+    theirs = read(lambda: _unfinished(storage))
     if theirs is None or theirs.session == ours.session or _is_gone(theirs, ours):
         return
     before_s = read_alive()
@@ -57,10 +72,10 @@ def refuse_running_elsewhere(
 
 
 def _unfinished(storage: RunStorage) -> SubmittedJob | None:
-    """Return the submission stored in a run's directory; None if it has ended, or there is none that can be read."""
+    """Return the submission stored in a run's directory; None if it has ended, or there is none."""
     try:
         stored = SubmittedJob.from_json(storage.read_submission())
-    except (FileNotFoundError, PermissionError, ValueError):
+    except (FileNotFoundError, ValueError):
         return None
     return None if stored.why_not(storage.read_events()) is None else stored
 

@@ -69,9 +69,17 @@ class Accumulator(Mapping[str, float]):
             self._session, self._key = present, (-1, self._number)
 
     def _start_in(self, session: Session) -> None:
+        """Start at 0 in a run; raises RuntimeError in a step of a round whose ranks make unequally many steps."""
         caller = sys._getframe(2)
         scope = session.ledger.accumulator_scope
         number = session.ledger.number_in_step(f"{caller.f_code.co_name} {caller.f_lineno}")
+        step = session.ledger.outermost
+        if number is not None and step is not None and step.leads and session.registry.gives_back:
+            raise RuntimeError(
+                "an Accumulator must be made before the loop over the training data under a strategy with "
+                "give_back=True, but this one is made in a step: ranks make unequally many steps there, and would have "
+                "unlike Accumulators. Make one before the loop"
+            )
         self._session = session
         self._key = session.run.sums.new_key(scope) if number is None else (scope, number)
         if number is not None:

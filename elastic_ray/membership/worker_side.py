@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.communication.background_work import start_thread
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator, RetiredCommunicators
 from elastic_ray.membership.messages import (
     BatchProposal,
@@ -138,10 +139,7 @@ class WorkerMembership:
         if rank is None:
             self._prepared = (spec, None)  # nothing to form: this worker leaves
             return
-        self._forming = threading.Thread(
-            target=self._prepare, args=(spec, rank), name=f"form-{spec.generation}", daemon=True
-        )
-        self._forming.start()
+        self._forming = start_thread(self._prepare, f"form-{spec.generation}", spec, rank)
 
     def is_void(self, generation: int) -> bool:
         """True if the generation (group) with this number was cancelled or superseded."""

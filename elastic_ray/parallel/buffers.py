@@ -35,22 +35,21 @@ class BufferSync:
         """
         if communicator.world_size == 1:
             return
-        buffers = [b for b in self._module.buffers() if b.numel()]
-        averaged = [b for b in buffers if b.is_floating_point()]
-        others = [b for b in buffers if not b.is_floating_point()]
-        for same in (averaged, others):
-            for kind in dict.fromkeys((b.dtype, b.device) for b in same):
-                members = [b for b in same if (b.dtype, b.device) == kind]
-                flat = torch.cat([b.reshape(-1) for b in members])
-                if same is averaged:
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for b in self._module.buffers():
+            if b.numel():
+                kinds.setdefault((b.dtype, b.device), []).append(b)
+        flats = {kind: torch.cat([b.reshape(-1) for b in members]) for kind, members in kinds.items()}
+        with communicator.together():  # workers of a unit may hold unlike buffers
+            for (dtype, _), flat in flats.items():
+                if dtype.is_floating_point:
                     communicator.wait(communicator.all_reduce(flat))
                     flat /= communicator.world_size
                 else:
                     communicator.broadcast(flat, 0)
-                offset = 0
-                for b in members:
-                    b.copy_(flat[offset : offset + b.numel()].view(b.shape))
-                    offset += b.numel()
+        for kind, members in kinds.items():
+            for b, value in zip(members, torch.split(flats[kind], [b.numel() for b in members]), strict=True):
+                b.copy_(value.view(b.shape))
 
 
 class SavedBuffers:
@@ -91,7 +90,8 @@ class WrittenTensors:
     """Tensors that forward passes modify (queues, centres, a teacher's weights), to be restored if a step is lost.
 
     Normalisation statistics are not restored, because a lost step's passes merely add samples to them. A frozen
-    parameter is copied only once it has changed a second time, so that a backbone's parameters are not held twice.
+    parameter is copied for the first step, and from its first change on. A frozen backbone, which is larger than what
+    is trained, is not copied for the first step, so that it is never held twice.
     Torch does not count changes through ``.data``, as made by MoCo and DINO. These are detected by comparing samples of
     the values, at ever longer intervals.
     """
@@ -103,6 +103,11 @@ class WrittenTensors:
                 self._places += [(owner._buffers, name) for name in owner._buffers]
             frozen: Any = owner._parameters
             self._places += [(frozen, name) for name, p in frozen.items() if p is not None and not p.requires_grad]
+        sizes = [(p.requires_grad, p.numel()) for p in module.parameters()]
+        self._copies_first = sum(size for trained, size in sizes if not trained) <= sum(
+            size for trained, size in sizes if trained
+        )
+        self._tentative: set[int] = set()  # frozen parameters that are copied and were not seen to change
         self._known: list[_Written | None] = [None] * len(self._places)
         self._steps = 0
         self._samples: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
@@ -121,8 +126,13 @@ class WrittenTensors:
             if now is None or now.requires_grad or now.is_inference():
                 self._known[number] = None
             elif number in self._uncounted or known is None or known.tensor is not now or known.version != now._version:
-                copied = known is not None or not isinstance(now, torch.nn.Parameter)
+                first = known is None and isinstance(now, torch.nn.Parameter)
+                copied = self._copies_first or not first
                 self._known[number] = _Written(now, now._version, now.detach().clone() if copied else None)
+                (self._tentative.add if first and copied else self._tentative.discard)(number)
+            elif number in self._tentative:
+                self._tentative.discard(number)
+                self._known[number] = _Written(now, now._version, None)
         return list(self._known)
 
     @torch.no_grad()

@@ -494,7 +494,8 @@ class UserCollectives:
             self._run.consensus.announcer.interject(announced)
         else:
             self._run.consensus.agree_on(announced)
-        content = perform(self._run.group.communicator)
+        with self._run.group.communicator.together():  # workers of a unit may give tensors of unlike kinds
+            content = perform(self._run.group.communicator)
         self._run.moment("after_collective")
         return content
 

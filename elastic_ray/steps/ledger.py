@@ -385,7 +385,7 @@ class StepLedger:
             within.add(step, hashes, trained=trained)
         if trained and not step.taken:
             self.state.progress.commit_training(gain(step.scale))
-            if step.weighed and (weight := step.counted) is not None:
+            if step.leads and step.weighed and (weight := step.counted) is not None:
                 self.state.progress.count_weights(weight, step.count)
         self.state.progress.count_optimizers(0)
         self._samples_left = step.samples_left

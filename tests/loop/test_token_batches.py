@@ -126,21 +126,36 @@ def test_cap_beyond_the_epoch_is_refused() -> None:
         er.AdaptiveDataLoader(texts(), batch_tokens=64, tokens_per_sample=LENGTH, max_batch_tokens="1K")
 
 
-def test_steps_of_other_loaders_need_no_counts() -> None:
+@pytest.mark.parametrize("weighs", [False, True])
+@pytest.mark.parametrize("first", ["counted", "other"])
+def test_steps_of_other_loaders_count_for_none(first: str, weighs: bool) -> None:
     model = torch.nn.Linear(LENGTH, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
-    counted = er.AdaptiveDataLoader(texts(), seed=1, batch_tokens=64, tokens_per_sample="weigh")
-    other = er.AdaptiveDataLoader(texts(), seed=1, batch_size=SAMPLES)
+    given: dict[str, dict[str, Any]] = {
+        "counted": {"batch_tokens": 64, "tokens_per_sample": "weigh"},
+        "other": {"batch_size": SAMPLES},
+    }
+    order = sorted(given, key=lambda name: name != first)
+    made = {name: er.AdaptiveDataLoader(texts(), seed=1, **given[name]) for name in order}
     for _ in er.remaining_epochs_until(EPOCHS):
-        for loader in (counted, other):
+        for name, loader in made.items():
             for x, counts in loader:
-                if loader is counted:
-                    loader.weigh(counts.sum().item())
+                if name == "counted" or weighs:
+                    loader.weigh(counts.sum().item() * (1 if name == "counted" else 100))
                 optimizer.zero_grad()
                 wrapped(x).square().mean().backward()
                 optimizer.step()
-    assert counted.current_batch_size == 16, "as many samples as have 64 tokens"
+    assert made["counted"].current_batch_size == 16, "as many samples as have 64 tokens"
+
+
+def test_only_one_loader_counts_tokens() -> None:
+    model = torch.nn.Linear(LENGTH, 1)
+    er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=1e-3), scaling_rule="none")
+    loaders = [er.AdaptiveDataLoader(texts(), batch_tokens=64, tokens_per_sample="weigh") for _ in range(2)]
+    for _ in er.remaining_epochs_until(1):
+        with pytest.raises(RuntimeError, match="only one AdaptiveDataLoader of a train loop may have"):
+            next(iter(loaders[1]))
 
 
 def test_averaged_models_count_no_tokens() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_ray.parallel.buffers import WrittenTensors
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.parallel.buffers import BufferSync, WrittenTensors
+from tests.membership.groups import on_ranks
 
 
 @pytest.mark.parametrize("kind", ["inference", "sparse", "expanded", "dense"])
@@ -32,3 +34,45 @@ def test_unchanged_tensors_keep_their_counters() -> None:
     written.roll_back(written.remember())
     loss.backward()
     assert x.grad is not None
+
+
+def test_group_that_breaks_between_kinds_changes_no_buffers() -> None:
+    def work(communicator: Communicator) -> tuple[float, int] | None:
+        if communicator.rank == 1:
+            # its floating-point buffers, and no others
+            communicator.wait(communicator.all_reduce(torch.full((2,), 5.0)))
+            communicator.leave(1.0)
+            return None
+        norm = torch.nn.BatchNorm1d(1)
+        with pytest.raises(CommunicationFailedError):
+            BufferSync(norm)(communicator)
+        return float(norm.running_mean), int(norm.num_batches_tracked)
+
+    assert on_ranks(2, work, timeout_s=5.0) == [(0.0, 0), None]
+
+
+class Teacher(torch.nn.Module):
+    """A frozen layer that forward passes write to, beside ``trained`` layers of the same size."""
+
+    def __init__(self, trained: int) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.trained = torch.nn.ParameterList(torch.zeros(8) for _ in range(trained))
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_first_write_to_a_frozen_parameter_is_undone(counted: bool) -> None:
+    model = Teacher(trained=1)
+    written = WrittenTensors(model)
+    for value in (1.0, 2.0):
+        before, values = written.remember(), model.frozen.clone()
+        (model.frozen if counted else model.frozen.data).fill_(value)
+        written.roll_back(before)
+        assert torch.equal(model.frozen, values)
+
+
+def test_unwritten_frozen_parameters_are_not_held_twice() -> None:
+    backbone, student = WrittenTensors(Teacher(trained=0)), WrittenTensors(Teacher(trained=1))
+    first = [each.remember()[0] for each in (backbone, student)]
+    assert [each is not None and each.copied is not None for each in first] == [False, True]
+    assert all(each is not None and each.copied is None for each in (student.remember()[0], backbone.remember()[0]))

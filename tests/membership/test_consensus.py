@@ -202,6 +202,16 @@ def test_a_generation_is_agreed_on_once_all_prepared_it(ahead: tuple[int, ...], 
     assert [each.pop_generation() for each in ranks] == [0] * 3, "once"
 
 
+@pytest.mark.parametrize("world", [3, 8000])
+def test_generations_are_agreed_on_after_many_cancelled_ones(world: int) -> None:
+    """The sums travel in float32."""
+    one, other = _agreed(prepared_ahead=5003), _agreed(prepared_ahead=5004)
+    for second, agreed in ((one, 5008), (other, 0)):
+        sums = torch.tensor([one.values(0)] * (world - 1) + [second.values(1)], dtype=torch.float32).sum(0)
+        one.conclude(sums.tolist(), world)
+        assert one.pop_generation() == agreed
+
+
 def test_one_rank_suffices_to_stop_or_preempt_for_good() -> None:
     for wish, told in (("stop_requested", (True, False)), ("preempting", (False, True))):
         ranks = [_agreed(), _agreed(**{wish: True})]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -49,6 +52,25 @@ def test_moments_stay_positive(kind: Any, dtype: torch.dtype) -> None:
     assert bool((torch.view_as_real(second) if dtype.is_complex else second).ge(0).all())
     plain = steps_of(kind, gradients, 1.0)["exp_avg_sq"]
     assert float(second.abs().sum()) < 0.5 * float(plain.abs().sum())
+
+
+_OVERFLOW = """
+import torch
+from tests.sync.test_batch_moments import steps_of
+
+gradients = [torch.tensor([1e21, -1e30, 1.0, 0.0])] + [torch.tensor([1.0, 1e21, 1e19, 0.0])] * 3
+for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam):
+    found, plain = (steps_of(kind, gradients, shares)["exp_avg_sq"] for shares in (2.0, 1.0))
+    assert plain.isinf().tolist() == [True, True, False, False]
+    assert found.isinf().equal(plain.isinf()) and not found.isnan().any(), (kind, found)
+"""
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_moments_overflow_as_in_one_process(capability: str) -> None:
+    """With fused multiply-adds (``avx2``) products do not overflow by themselves, without them they do."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    subprocess.run([sys.executable, "-c", _OVERFLOW], env=environment, check=True, timeout=100)
 
 
 class Own(torch.optim.Adam):

@@ -73,8 +73,10 @@ def test_candidates_are_never_refused_and_never_the_same(profile: ModelProfile, 
 
 def test_a_small_dense_model_has_few_candidates() -> None:
     profile = ModelProfile(params=(ParamInfo(names=("w",), shape=(10, 10)),))
-    found = candidates(profile, Topology(nodes=("a", "b")), exact=True)
+    found = candidates(profile, Topology(nodes=("a", "a")), exact=True)
     assert [each.strategy.default for each in found] == [Reduce()], "of so few bytes nothing can be told apart"
+    found = candidates(profile, Topology(nodes=("a", "a", "b", "b")), exact=True)
+    assert [each.strategy.name for each in found] == ["all_reduce", "two_level"], "but messages between nodes"
     large = ModelProfile(params=(ParamInfo(names=("w",), shape=(2000, 1000)),))
     found = candidates(large, Topology(nodes=("a", "b")), exact=True)
     assert [type(each.strategy.default).__name__ for each in found][-2:] == ["Reduce", "Owner"]

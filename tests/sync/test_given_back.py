@@ -193,6 +193,27 @@ def test_what_waits_for_others_is_refused_within_rounds(meet: str) -> None:
         run_job(train, [], first=(1, 2))
 
 
+def test_sums_that_each_step_makes_are_refused() -> None:
+    """Ranks make unequally many steps, and their Accumulators would have unlike numbers."""
+
+    def train() -> None:
+        model = line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, strategy=LocalSGD(period=4, give_back=True))
+        loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(rows()), batch_size=4)
+        for _ in er.remaining_epochs_until(1):
+            for x in loader:
+                totals = er.Accumulator()
+                optimizer.zero_grad()
+                loss = wrapped(x[0]).square().mean()
+                loss.backward()
+                optimizer.step()
+                totals["loss"] += loss.item()
+
+    with pytest.raises(RuntimeError, match=r"an Accumulator must be made before the loop over the training data"):
+        run_job(train, first=(1, 2))
+
+
 def test_memory_that_ran_out_stays_known_after_a_round() -> None:
     state = SharedState(RunProgress())
     state.start_round()

@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow.fs
 import pytest
 
-from elastic_ray.checkpoints.run_directory import ALIVE_FILE, SUBMISSION_FILE, RunStorage
+from elastic_ray.checkpoints.run_directory import ALIVE_FILE, EVENTS_FILE, SUBMISSION_FILE, RunStorage
 from elastic_ray.driver.other_clusters import refuse_running_elsewhere
 from elastic_ray.errors import JobNameTakenError
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.record.submitted import SubmittedJob
+from tests.job.shaky_storage import ShakyStorage
 from tests.local_cluster import free_port
 
 OURS = SubmittedJob(
@@ -136,3 +138,26 @@ def test_ended_jobs_and_new_directories_are_free(run: RunStorage, tmp_path: Path
 def test_a_damaged_sign_of_life_is_none(run: RunStorage, stored: str) -> None:
     Path(run.path, ALIVE_FILE).write_text(stored)
     assert check(run, watch_s=0.3) >= 0.0, "a value that never equals itself is no life"
+
+
+class Forbidding(ShakyStorage):
+    """Another user's files, of which one may not be read."""
+
+    forbidden = ""
+
+    def open_input_stream(self, path: str) -> object:
+        if path.endswith(self.forbidden):
+            raise PermissionError(13, "Permission denied", path)
+        return super().open_input_stream(path)
+
+    open_input_file = open_input_stream
+
+
+@pytest.mark.parametrize("name", [SUBMISSION_FILE, ALIVE_FILE, EVENTS_FILE])
+def test_unreadable_files_of_another_user_prove_no_end(run: RunStorage, name: str) -> None:
+    run.events.append(["{}"])
+    files = Forbidding(f"{run.path}/none")
+    files.forbidden = name
+    shared = RunStorage(run.path, pyarrow.fs.PyFileSystem(files))
+    with pytest.raises(PermissionError, match=r"may be in use by another user's job, .*RunConfig\(name\)"):
+        check(shared)

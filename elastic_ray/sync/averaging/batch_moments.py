@@ -6,6 +6,7 @@ would be shorter than under all-reduce.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ def scale_moments(optimizer: torch.optim.Optimizer, shares: float) -> None:
             gradients = [as_real(local(gradient)) for gradient, _ in members]
             torch._foreach_addcmul_(second, first, first, value=share / (1 - beta1**step) ** 2)
             torch._foreach_addcmul_(second, gradients, gradients, value=-share)
+            for v, m in zip(second, first, strict=True):
+                v.masked_fill_(v.isnan() & ~m.isnan(), math.inf)  # v had overflowed, and g^2 has, too
 
 
 def _reals(members: list[tuple[Any, Any]], key: str) -> list[Tensor]:

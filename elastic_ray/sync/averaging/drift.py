@@ -189,15 +189,17 @@ class Drift:
         """
         communicator, steps = self._context.group.communicator, self._context.states.progress.steps
         if communicator.world_size > 1:
-            amp = smallest_scale(communicator, self.scaler, counts=True)
             started = self._replica.mean_started
             trees = self._trees(params=not started and self._equal_at != steps)
-            if alike:
-                agreed = mean(communicator, trees) if self._changed else None
-            else:
-                agreed = agree(communicator, trees, holds=True, counts=True, changed=self._changed)
-            if started:
-                move_towards(self._replica, self._replica.mean(), 1.0)
+            with communicator.together():  # workers of a unit may hold unlike tensors
+                amp = smallest_scale(communicator, self.scaler, counts=True)
+                if alike:
+                    agreed = mean(communicator, trees) if self._changed else None
+                else:
+                    agreed = agree(communicator, trees, holds=True, counts=True, changed=self._changed)
+                averaged = self._replica.mean() if started else None
+            if averaged is not None:
+                move_towards(self._replica, averaged, 1.0)
             self._adopt_agreed(agreed)
             set_scale(self.scaler, amp)
         self._replica.drop_pull()
@@ -223,8 +225,9 @@ class Drift:
         trees = self._trees()
         if self._averager is not None:
             trees["averager"] = self._averager.capture()
-        amp = smallest_scale(communicator, self.scaler, counts=counts)
-        agreed = agree(communicator, trees, holds=holds, counts=counts, changed=self._changed)
+        with communicator.together():
+            amp = smallest_scale(communicator, self.scaler, counts=counts)
+            agreed = agree(communicator, trees, holds=holds, counts=counts, changed=self._changed)
         self._adopt_agreed(agreed)
         if agreed is not None and self._averager is not None and "averager" in agreed:
             self._averager.restore(agreed["averager"])
@@ -385,8 +388,9 @@ class Replica:
                 self.start_mean()
             works, self._works = self._works, None
             try:
-                for work in works or ():
-                    group.wait(work)
+                with group.together():  # a worker of a unit may have more buffers than another one
+                    for work in works or ():
+                        group.wait(work)
             except CommunicationFailedError:
                 self.drop()
                 raise

@@ -110,8 +110,10 @@ _OF_DENSE: Mapping[str, Sync | None] = {"": None, "rows": Rows()}
 _NO_TABLES: Mapping[str, Sync | None] = {"": None}
 
 
-# For fewer bytes all ways cost a few messages: what tells them apart in a trial is chance.
+# For fewer bytes all ways cost a few messages: what tells them apart in a trial is chance. But a message between nodes
+# takes longer than within one, and two levels send fewer of them.
 _LEAST_BYTES = 4 * _MIB
+_OF_FEW_BYTES = "two_level"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +134,7 @@ def candidates(
         works: Returns True if a plan can be executed; by default, all plans can.
     """
     found: dict[object, Candidate] = {}
-    for strategy in _strategies(profile, exact=exact):
+    for strategy in _strategies(profile, exact=exact, several_nodes=len(set(topology.nodes)) > 1):
         try:
             plan = lower(strategy, profile, topology)
         except StrategyError:
@@ -189,7 +191,7 @@ def consider(
     return tuple(each.strategy for each in (mine, *racing))
 
 
-def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:
+def _strategies(profile: ModelProfile, *, exact: bool, several_nodes: bool) -> Iterator[Strategy]:
     """Yield every combination of methods, including combinations that the model cannot use."""
     sparse = [param for param in profile.params if param.sparse]
     tables = [param for param in profile.params if param.table and not param.sparse and len(param.shape) == 2]
@@ -198,7 +200,8 @@ def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:
         (_OF_DENSE if tables else _NO_TABLES).items(), (_OF_SPARSE if sparse else _NO_TABLES).items(), dense.items()
     ):
         others = [p for p in profile.params if not (p.sparse or (of_tables[1] is not None and p in tables))]
-        if rest[1] != PLAIN and sum(p.nbytes for p in others) < _LEAST_BYTES:
+        tried = rest[1] == PLAIN or (several_nodes and rest[0] == _OF_FEW_BYTES)
+        if not tried and sum(p.nbytes for p in others) < _LEAST_BYTES:
             continue
         yield Strategy(
             rules=(*_rules(sparse, of_sparse[1]), *_rules(tables, of_tables[1])),

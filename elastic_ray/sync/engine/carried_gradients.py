@@ -330,17 +330,18 @@ class OwedGradients:
         """
         communicator, several = self._context.group.communicator, self._context.group.world_size > 1
         settles = int(any(each.owes for each in self._settling))
-        if several:
-            settles = sum(row[0] for row in communicator.gather_ints([settles], with_gradients=True))
-        if settles:  # on other ranks, perhaps, in other buckets
-            for index in list(self._plain):
-                self._send_residual(index)
-            self._settling.sort(key=lambda each: each.bucket.index)
-        owing = self._all if settles else self._debtors
-        sums = [each.owed() for each in owing]
-        if several:
-            for work in [communicator.gradients.all_reduce(total) for total in sums]:
-                communicator.wait(work)
+        with communicator.together():  # a worker of a unit may have more buckets than another one
+            if several:
+                settles = sum(row[0] for row in communicator.gather_ints([settles], with_gradients=True))
+            if settles:  # on other ranks, perhaps, in other buckets
+                for index in list(self._plain):
+                    self._send_residual(index)
+                self._settling.sort(key=lambda each: each.bucket.index)
+            owing = self._all if settles else self._debtors
+            sums = [each.owed() for each in owing]
+            if several:
+                for work in [communicator.gradients.all_reduce(total) for total in sums]:
+                    communicator.wait(work)
         for each, total in zip(owing, sums, strict=True):
             each.residual.fold(total)
 

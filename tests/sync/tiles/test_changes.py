@@ -105,6 +105,12 @@ def test_with_one_owner_loss_names_workers_that_held_tiles() -> None:
         run(Case(strategy=Owner(unit="tile", copies=1)), [Kill(3, 2, "forward")], (1, 2, 3))
 
 
+def test_tiles_whose_owners_leave_and_die_are_lost() -> None:
+    """In one change: a leaver hands over what nobody else holds, and no more than that delays the change."""
+    with pytest.raises(StateLostError, match=r"50% of the optimizer state .*\(w1, w2\): each part lies with 2 of them"):
+        run(Case("sgd"), [Change(2, (2, 3, 4)), Kill(3, 2, "receiving")], (1, 2, 3, 4))
+
+
 def test_with_one_owner_planned_changes_lose_nothing() -> None:
     check(
         Case(strategy=Owner(unit="tile", copies=1)), [Change(3, (1, 2, 3)), Change(7, (3,)), Change(9, (3, 4))], (1, 2)
