@@ -36,6 +36,7 @@ from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import replaced_error, session_of_thread
 from elastic_ray.state.progress import PassProgress
 from elastic_ray.steps.step import LoaderStep
+from placement.checks import check_whole
 
 if TYPE_CHECKING:
     from elastic_ray.session.session import Session
@@ -130,6 +131,7 @@ class AdaptiveDataLoader(ResumableLoader):
         whole_batches: bool = False,
         **options: Any,
     ) -> None:
+        check_whole("seed", seed)
         first, ramp = read_ramp(batch_size)
         tokens = read_token_batch(
             batch_tokens, max_batch_tokens, tokens_per_sample, counted_first=first_length(dataset, tokens_per_sample)
