@@ -108,11 +108,6 @@ class BatchChoice:
     atomic_bsz: int  # m >= 1, most samples a worker takes in one micro-step
     accum_steps: int = 0  # s >= 0, micro-steps before the one that synchronises
 
-    def __post_init__(self) -> None:
-        _positive("atomic_bsz", self.atomic_bsz)
-        if self.accum_steps < 0:
-            raise ValueError(f"accum_steps must be 0 or more, but got {self.accum_steps}")
-
     def batch_size(self, replicas: int) -> int:
         """Return the global batch M = R m (s + 1) [samples] on R = ``replicas`` workers."""
         return replicas * self.atomic_bsz * (self.accum_steps + 1)

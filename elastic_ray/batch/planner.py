@@ -267,7 +267,7 @@ class BatchPlanner:
             limits = dataclasses.replace(limits, max_batch_size=bound)
         self.loader = dataclasses.replace(loader, limits=limits)
         for tuner in self._tuners.values():
-            tuner.set_limits(limits)
+            tuner.limits = limits
 
     def _learn(self, report: StepReport) -> None:
         """Pass the report to the tuner of the GPU type it was measured on."""

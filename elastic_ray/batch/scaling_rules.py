@@ -157,7 +157,7 @@ class Linear:
     """Linear learning-rate rule: factor = scale. Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD"."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
-        return (_checked(scale),) * len(noise)
+        return (scale,) * len(noise)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ class Sqrt:
     """Learning-rate rule factor = sqrt(scale), which keeps a step's variance (Krizhevsky 2014; Hoffer et al. 2017)."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
-        return (math.sqrt(_checked(scale)),) * len(noise)
+        return (math.sqrt(scale),) * len(noise)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,7 @@ class Legw:
             raise ValueError(f"warmup_epochs must be 0 or more epochs, but got {self.warmup_epochs}")
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
-        warmup = self.warmup_epochs * _checked(scale)
+        warmup = self.warmup_epochs * scale
         warmed = 1.0 if progress >= warmup else max(progress, 0.0) / warmup
         return (math.sqrt(scale) * warmed,) * len(noise)
 
@@ -229,27 +229,17 @@ def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, .
     return tuple(min(new, max(old, 1.0) * GROWTH_A_STEP) for new, old in zip(factors, known, strict=True))
 
 
-def by_name(name: str) -> ScalingRule:
-    """Return the learning-rate scaling rule of that name, with its default options.
-
-    Raises ValueError if no such rule exists; the message lists the known rules.
-    """
-    if name not in RULES:
-        raise ValueError(f"learning-rate rule must be one of {', '.join(sorted(RULES))}, but got {name!r}")
-    return RULES[name]()
-
-
-def default_rule(*, adam_like: bool) -> ScalingRule:
-    """Return AdamScale if ``adam_like`` (the optimizer divides by the gradient's size), else AdaScale."""
-    return AdamScale() if adam_like else AdaScale()
-
-
 def resolve(rule: ScalingRule | str | None, *, adam_like: bool) -> ScalingRule:
-    """Return the rule given as an object or by name; if ``rule`` is None, return :func:`default_rule`."""
+    """Return the rule given as an object or by name.
+
+    None stands for AdamScale if ``adam_like`` (the optimizer divides by the gradient's size), else for AdaScale.
+    """
     if rule is None:
-        return default_rule(adam_like=adam_like)
+        return AdamScale() if adam_like else AdaScale()
     if isinstance(rule, str):
-        return by_name(rule)
+        if rule not in RULES:
+            raise ValueError(f"learning-rate rule must be one of {', '.join(sorted(RULES))}, but got {rule!r}")
+        return RULES[rule]()
     if isinstance(rule, type) or not isinstance(rule, ScalingRule):
         raise TypeError(
             "learning-rate rule must be a name or an object with factors(scale, noise, progress), "
@@ -265,11 +255,4 @@ def step_gain(scale: float, noise: NoiseScale | None) -> float:
     steps a schedule at a given sum. Without an estimate, return min(1, scale), the smallest possible value. Source:
     AdaScale SGD (ICML 2020), section 4.
     """
-    _checked(scale)
     return min(1.0, scale) if noise is None else float(noise.gain(scale))
-
-
-def _checked(scale: float) -> float:
-    if not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"scale must be batch size / initial batch size, above 0, but got {scale}")
-    return scale

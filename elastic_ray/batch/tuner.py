@@ -19,16 +19,6 @@ from elastic_ray.batch.reports import NoiseSignal, outdated
 from placement.goodput.model import GoodputModel, NoiseScale, Observation, ThroughputModel, fit
 from placement.knowledge.knowledge import Prior
 
-__all__ = [
-    "BatchChoice",
-    "BatchDecision",
-    "BatchDoesNotFitError",
-    "BatchLimits",
-    "BatchTuner",
-    "TunerSnapshot",
-    "fit_snapshot",
-]
-
 HYSTERESIS = 0.05
 """Predicted gain in goodput below which the batch stays."""
 
@@ -118,10 +108,6 @@ class BatchTuner:
         self._prior: Prior | None = None
         self._tried = False
         self._watch = GrowthWatch(limits.init_batch_size)
-
-    def set_limits(self, limits: BatchLimits) -> None:
-        """Replace the limits on the choice of the batch, for example with a newly measured critical batch."""
-        self.limits = limits
 
     @property
     def atomic_bsz_range(self) -> tuple[int | None, int | None] | None:
@@ -221,11 +207,6 @@ class BatchTuner:
             batch_size=self._batch_size,
             steps=self._steps,
         )
-
-    def fit(self) -> GoodputModel | None:
-        """Fit the goodput model; return the model in use, possibly from other jobs, or None if none exists."""
-        self.set_model(fit_snapshot(self.snapshot()))
-        return self.model
 
     def set_model(self, model: GoodputModel | None) -> None:
         """Use a fitted goodput model; None keeps the existing one. The latest noise scale stays in use."""

@@ -27,15 +27,11 @@ def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
         losses: number of such failures so far. Losing some of the workers counts as their fraction of the job, because
             the cause (a node failure, a spot market) often affects other workers too.
     """
-    if not (losses >= 0 and observed_s >= 0):
-        raise ValueError(f"losses and observed_s must be 0 or more, but got {losses} and {observed_s}")
     return (PRIOR_MEAN_TIME_S + observed_s) / (1.0 + losses)
 
 
 def checkpoint_interval_s(cost_s: float, mean_time_s: float) -> float:
     """Return the time between automatic checkpoints [s], which take at most half a percent of the time up to 1 h."""
-    if not (cost_s >= 0 and mean_time_s > 0):
-        raise ValueError(f"cost_s must be 0 or more and mean_time_s above 0, but got {cost_s} and {mean_time_s}")
     best_s = math.sqrt(2.0 * cost_s * mean_time_s) - cost_s if cost_s < mean_time_s / 2.0 else mean_time_s
     return min(_LONGEST_S, max(best_s, _SHORTEST_S, cost_s / _MOST_OVERHEAD))
 

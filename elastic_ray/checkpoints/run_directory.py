@@ -440,8 +440,8 @@ def _told(files: Mapping[str, Checksum]) -> dict[str, dict[str, Any]]:
 
 def _files(note: Any) -> dict[str, tuple[int, str]]:
     """Return the size and checksum of each file listed in a note; raises BadNoteError if the list is invalid."""
-    try:  # notes of formats before have none
-        return {name: (int(each["size"]), str(each["sha256"])) for name, each in note.get(_FILES, {}).items()}
+    try:
+        return {name: (int(each["size"]), str(each["sha256"])) for name, each in note[_FILES].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadNoteError(f"its note does not list its files: {type(error).__name__}: {error}") from None
 

@@ -104,23 +104,9 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         """True if this rank's cache holds all keys; watchdogs call this often, so it does not call the controller."""
         return all(key in self._known for key in keys)
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait until values for all keys exist, and return them in this order; raises like :meth:`wait`."""
-        self.wait(keys)
-        return [self._known[key] for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        """Publish a value under each of several keys; see :meth:`set`."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def delete_key(self, key: str) -> bool:
         """Delete a value from this rank's cache only; return True if the cache held it."""
         return self._known.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        """Return the number of values in this rank's cache."""
-        return len(self._known)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Do nothing, because the deadline is fixed."""
@@ -133,10 +119,4 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         """Raise NotImplementedError; counters are not supported, because no group here needs them."""
         raise NotImplementedError(
             f"a rendezvous through the controller cannot count, but a count was requested: {key!r}"
-        )
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Raise NotImplementedError; compare-and-set is not supported, because no group here needs it."""
-        raise NotImplementedError(
-            f"a rendezvous through the controller cannot compare, but a comparison was requested: {key!r}"
         )

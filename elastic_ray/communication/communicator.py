@@ -89,7 +89,6 @@ class Communicator:
         called_off: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank, self.world_size, self.timeout_s, self.host = rank, world_size, timeout_s, host
-        self.last_used_s = 0.0
         self.broken = False
         self._closed = False
         self._voided = threading.Event()
@@ -417,7 +416,6 @@ class Communicator:
             work.wait(_BRIEFLY)
         except RuntimeError:
             return False  # a wait that times out leaves the operation as it is
-        self.last_used_s = time.monotonic()
         return not self._voided.is_set()
 
     def _block(self, work: Any, until_s: float, deadline: float) -> bool:
@@ -452,7 +450,6 @@ class Communicator:
         if self._voided.is_set() or self._closed:
             raise self._failure("the generation was called off")
         try:
-            self.last_used_s = time.monotonic()
             return operation(*arguments)
         except RuntimeError as error:
             self.broken = True

@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 
 from elastic_ray.batch.tokens import WEIGH, length_of
-from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.private_random import PrivateRandom
 from placement.arguments import check_argument_names
 
@@ -48,7 +47,6 @@ class LoaderArguments:
     num_workers: int = 0
     persistent_workers: bool = False
     whole_batches: bool = False
-    on_epoch: EpochHook | None = None
     # further arguments of ``torch.utils.data.DataLoader``
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -60,8 +58,6 @@ class LoaderArguments:
                 "generator cannot be set on an AdaptiveDataLoader: seed and epoch fix the order, so that all "
                 "workers share it: pass seed= instead (and a DataLoader without generator)"
             )
-        if self.on_epoch is not None and not callable(self.on_epoch):
-            raise TypeError(f"on_epoch must be a function of (dataset, epoch), but got {self.on_epoch!r}")
         if self.persistent_workers and not self.num_workers:
             raise ValueError("persistent_workers=True needs num_workers > 0, but num_workers is 0")
         if self.sampler is not None and self.shuffle:
@@ -93,7 +89,6 @@ class LoaderArguments:
             "sampler": self.sampler is not None,
             "shuffle=True": self.shuffle,
             "whole_batches=True": self.whole_batches,
-            "on_epoch": self.on_epoch is not None,
         }
         if wrong := [name for name, is_set in given.items() if is_set]:
             raise ValueError(
@@ -168,7 +163,7 @@ def copied_arguments(given: LoaderArguments, batch_size: int | None = None) -> L
     be set on the DataLoader instead.
     """
     loader: DataLoader[Any] = given.dataset
-    own = {"dataset", "whole_batches", "on_epoch"}
+    own = {"dataset", "whole_batches"}
     fields = {field.name: field for field in dataclasses.fields(given)}
     beside = [
         name
@@ -196,7 +191,6 @@ def copied_arguments(given: LoaderArguments, batch_size: int | None = None) -> L
         num_workers=loader.num_workers,
         persistent_workers=loader.persistent_workers,
         whole_batches=given.whole_batches,
-        on_epoch=given.on_epoch,
         options=_options_of(loader),
         **batches,
     )

@@ -197,14 +197,10 @@ class BringsBatches(Protocol):
 class _PlannedBatches:
     """A batch sampler whose plan can be replaced between two iterations of its DataLoader."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tells_epochs: bool) -> None:
         self._plan: Callable[[], Iterator[tuple[int, list[int]]]] = lambda: iter(())
         self._epoch = 0
-        self._tells_epochs = False
-
-    def attach_epochs(self) -> None:
-        """Attach the epoch and position to every batch of indices."""
-        self._tells_epochs = True
+        self._tells_epochs = tells_epochs
 
     def plan(self, epoch: int, batches: Callable[[], Iterator[tuple[int, list[int]]]]) -> None:
         """Set the batches to draw from now on; ``batches`` yields each batch with the position of its first sample."""
@@ -230,7 +226,7 @@ class MapBatches:
         self._order = make_order()
         self._seed = seed
         self._locality = bool(getattr(self._dataset, "locality", False))
-        self._indices = _PlannedBatches()
+        self._indices = _PlannedBatches(tells_epochs=given.num_workers > 0)
         self._keeps_workers = given.persistent_workers or not given.num_workers
         self._make = functools.partial(_data_loader, given, self._indices, seed)
         self._loader: DataLoader[Any] | None = self._make()  # here, for the errors of its arguments
@@ -398,12 +394,9 @@ def _data_loader(given: LoaderArguments, indices: _PlannedBatches, seed: int) ->
     A sample's random numbers depend only on the seed, the epoch and the sample's position; see ``seed_sample``.
     """
     dataset, options, workers = given.dataset, dict(given.options), given.num_workers
-    if workers or given.on_epoch is not None:
-        if workers:
-            options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
-        indices.attach_epochs()
-        sets_epoch, own = given.persistent_workers, seed if workers else None
-        dataset = FollowsEpochs(dataset, given.on_epoch, sets_epoch=sets_epoch, seed=own)
+    if workers:
+        options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
+        dataset = FollowsEpochs(dataset, sets_epoch=given.persistent_workers, seed=seed)
     return DataLoader(dataset, batch_sampler=indices, num_workers=workers, persistent_workers=workers > 0, **options)
 
 

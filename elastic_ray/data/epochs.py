@@ -37,9 +37,6 @@ def _send_error(queue: Any, error: Exception, what: Any) -> None:
     queue.put((what[0], wrapped((RuntimeError, told, error.__traceback__), where)))
 
 
-EpochHook = Callable[[Any, int], object]
-
-
 class EpochBatch(list[int]):
     """Indices of a batch, sent to worker processes with the batch's epoch and position."""
 
@@ -70,16 +67,15 @@ def seed_sample(seed: int, epoch: int, position: int) -> None:
 
 
 class FollowsEpochs:
-    """Dataset wrapper that notifies its dataset of each new epoch, in every process that loads a batch.
+    """Dataset wrapper that seeds each sample and notifies its dataset of each new epoch, in a worker process.
 
     Args:
-        hook: called with the dataset and the epoch; None for no hook.
-        sets_epoch: also call ``dataset.set_epoch(epoch)``, if the dataset has that method, before the hook.
-        seed: seed for random numbers drawn while loading samples; None leaves the generators unchanged.
+        sets_epoch: whether the dataset's copies outlive an epoch, so that ``set_epoch`` is called, if there is one.
+        seed: seed for random numbers drawn while loading samples.
     """
 
-    def __init__(self, dataset: Any, hook: EpochHook | None, *, sets_epoch: bool, seed: int | None = None) -> None:
-        self.dataset, self._hook = dataset, hook
+    def __init__(self, dataset: Any, *, sets_epoch: bool, seed: int) -> None:
+        self.dataset = dataset
         self._sets_epoch = sets_epoch and callable(getattr(dataset, "set_epoch", None))
         self._epoch: int | None = None
         self._seed = seed
@@ -90,12 +86,9 @@ class FollowsEpochs:
     def __getitems__(self, batch: EpochBatch) -> Any:
         """Return the batch's samples; torch's fetcher calls this once per batch."""
         dataset = self.dataset
-        if batch.epoch != self._epoch:
+        if self._sets_epoch and batch.epoch != self._epoch:
             self._epoch = batch.epoch
-            if self._sets_epoch:
-                dataset.set_epoch(batch.epoch)
-            if self._hook is not None:
-                self._hook(dataset, batch.epoch)
+            dataset.set_epoch(batch.epoch)
         if getattr(dataset, "__getitems__", None):
             self._start(batch, 0)
             return dataset.__getitems__(list(batch))  # as torch's fetcher: whatever collate_fn takes
@@ -107,8 +100,7 @@ class FollowsEpochs:
 
     def _start(self, batch: EpochBatch, number: int) -> None:
         """Seed the generators for the batch's sample ``number``, which is about to be loaded."""
-        if self._seed is not None:
-            seed_sample(self._seed, batch.epoch, batch.first + number)
+        seed_sample(self._seed, batch.epoch, batch.first + number)
 
 
 def _leave_others_alone() -> None:

@@ -29,7 +29,6 @@ from elastic_ray.data.batches import (
     WholeBatches,
 )
 from elastic_ray.data.compared_items import item_facts, still_facts
-from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import EpochOrder, SamplerOrder, drops_last, order_for
 from elastic_ray.data.resumable import ResumableLoader
 from elastic_ray.data.sharding import Shares, batches_of
@@ -37,6 +36,7 @@ from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import replaced_error, session_of_thread
 from elastic_ray.state.progress import PassProgress
 from elastic_ray.steps.step import LoaderStep
+from placement.checks import check_whole
 
 if TYPE_CHECKING:
     from elastic_ray.session.session import Session
@@ -98,10 +98,9 @@ class AdaptiveDataLoader(ResumableLoader):
         drop_last: drop a last step smaller than the batch.
         seed: seed for the sample order.
         num_workers: number of DataLoader worker processes.
-        persistent_workers: keep worker processes between passes.
+        persistent_workers: keep worker processes between passes; ``set_epoch`` is called on their dataset's copies.
         whole_batches: give each batch undivided to one rank, in the dataset's order unless ``shuffle=True``. Meant for
             evaluation metrics that need complete batches, such as a ranking over 100 candidates.
-        on_epoch: called as ``on_epoch(dataset, epoch)`` before the first sample of each epoch, after ``set_epoch``.
         options: further arguments of ``torch.utils.data.DataLoader``.
 
     Raises TypeError or ValueError if an argument is invalid; the message names it and says how to fix it.
@@ -130,9 +129,9 @@ class AdaptiveDataLoader(ResumableLoader):
         num_workers: int = 0,
         persistent_workers: bool = False,
         whole_batches: bool = False,
-        on_epoch: EpochHook | None = None,
         **options: Any,
     ) -> None:
+        check_whole("seed", seed)
         first, ramp = read_ramp(batch_size)
         tokens = read_token_batch(
             batch_tokens, max_batch_tokens, tokens_per_sample, counted_first=first_length(dataset, tokens_per_sample)
@@ -154,7 +153,6 @@ class AdaptiveDataLoader(ResumableLoader):
             num_workers=num_workers,
             persistent_workers=persistent_workers,
             whole_batches=whole_batches,
-            on_epoch=on_epoch,
             options=options,
         )
         self._given = given = copied_arguments(given) if isinstance(dataset, DataLoader) else given

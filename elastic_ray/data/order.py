@@ -200,17 +200,13 @@ class StreamSharder(Generic[Item]):
     `position` items: this is exact, but as slow as the stream.
     """
 
-    def __init__(
-        self, source: Iterable[Item] | Callable[[], Iterable[Item]], *, seed: int, epoch: int = 0, position: int = 0
-    ) -> None:
-        """Open `source`, an iterable or a function that returns an iterable, at `position` of `epoch`."""
+    def __init__(self, source: Iterable[Item], *, seed: int, epoch: int = 0, position: int = 0) -> None:
+        """Open `source` at `position` of `epoch`."""
         if isinstance(source, Iterator):
             raise TypeError(
-                "a stream must be an iterable that each epoch can read again, or a function that opens it, "
-                f"but got the one-time iterator {type(source).__name__}"
+                "a stream must be an iterable that each epoch can read again, but got the one-time iterator "
+                f"{type(source).__name__}"
             )
-        if not isinstance(source, Iterable) and not callable(source):
-            raise TypeError(f"a stream must be iterable or a function, but got {type(source).__name__}")
         self._source, self._seed = source, seed
         self.start_epoch(epoch, position=position)
 
@@ -221,16 +217,14 @@ class StreamSharder(Generic[Item]):
 
     def start_epoch(self, epoch: int, *, position: int = 0) -> None:
         """Open the stream for `epoch` and skip to `position`. Raises ValueError if the stream ends before that."""
-        sharding.check_place(epoch=epoch, position=position)
         self._epoch = epoch
         self._random = PrivateRandom(seed=self._seed, epoch=epoch)
         self._ahead: deque[Item] = deque()
         self.position = self._drawn = 0
         self._ended = False
         with self._random:
-            opened = self._source if isinstance(self._source, Iterable) else self._source()
-            _set_epoch(opened, epoch)
-            self._items = iter(opened)
+            _set_epoch(self._source, epoch)
+            self._items = iter(self._source)
         self._skip(position)
 
     def seek(self, position: int) -> None:

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from elastic_ray.data import sharding
-
 
 class PrivateRandom:
     """Private random state: within the context, code that uses the global generators draws from this state instead.
@@ -22,7 +20,6 @@ class PrivateRandom:
 
     def __init__(self, *, seed: int, epoch: int, owner: object = None) -> None:
         """Derive the initial state from `seed` and `epoch` alone."""
-        sharding.epoch_key(seed=seed, epoch=epoch)  # checks both
         self._words = np.random.SeedSequence([seed, epoch]).generate_state(4)
         self._owner = owner
         self._inside: list[Any] | None = None

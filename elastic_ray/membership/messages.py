@@ -156,8 +156,6 @@ def transfer_rounds(progress: Sequence[StateVersion]) -> list[list[tuple[int, in
     it do not send, because a newcomer would remain in that pass forever. If no rank holds a trained state (in the first
     generation, or after a restart from a checkpoint), rank 0 is the source.
     """
-    if not progress:
-        raise ValueError("progress must hold at least one rank, but got none")
     furthest = max(p.order() for p in progress)
     holders = [rank for rank, p in enumerate(progress) if p.order() == furthest] if furthest[0] else [0]
     needers = [rank for rank in range(len(progress)) if rank not in set(holders)]

@@ -127,10 +127,6 @@ class Roster:
         """Number of the current generation; 0 before the first."""
         return self.current.generation if self.current is not None else 0
 
-    def workers_by_node(self) -> dict[str, int]:
-        """Return the number of workers, keyed by node, including workers whose resources are still only requested."""
-        return dict(Counter(w.node for w in self.workers.values()))
-
     def present(self) -> dict[str, int]:
         """Return the number of workers, keyed by node, except workers leaving or marked for replacement."""
         return dict(Counter(w.node for w in self.workers.values() if w.stays))

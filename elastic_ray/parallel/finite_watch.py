@@ -26,7 +26,7 @@ class FiniteWatch:
 
     def __init__(self, context: Run, module: torch.nn.Module, model: int, nonfinite: str) -> None:
         self._context, self._module, self._model, self._nonfinite = context, module, model, nonfinite
-        self.looks, self.skips = nonfinite != "ignore", nonfinite == "skip"
+        self.looks = nonfinite != "ignore"
         self.streak: list[int] = []  # the step of the first of the latest gradients, if these are not finite
         self._lagging = LaggingLook()
 

@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,16 +20,8 @@ if TYPE_CHECKING:
     from elastic_ray.communication.unit_group import UnitGroup
     from elastic_ray.run.run import Run
     from elastic_ray.steps.ledger import StepLedger
-
-
-class DividedOptimizer(Protocol):
-    """Protocol of an optimizer whose state is divided between the ranks."""
-
-    def whole_states(self) -> dict[torch.Tensor, dict[str, Any]] | None:
-        """Gather the complete states, keyed by parameter, on rank 0 ({} on others); return None if undivided."""
-
-    def loaded(self) -> None:
-        """Keep only this rank's part of the complete states that all ranks have just loaded into the optimizer."""
+    from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
+    from elastic_ray.sync.sharded_parameters.sharded_optimizer import OptimizerPart
 
 
 _installed = False  # the watch of backward passes
@@ -87,7 +79,7 @@ def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) 
     optimizer.zero_grad = wrapped  # type: ignore[method-assign]
 
 
-def patch_state_dict(optimizer: torch.optim.Optimizer, divided: DividedOptimizer) -> None:
+def patch_state_dict(optimizer: torch.optim.Optimizer, divided: TiledOptimizer | OptimizerPart) -> None:
     """Make ``optimizer.state_dict`` return, and ``load_state_dict`` accept, the state divided between the ranks."""
     give, load = optimizer.state_dict, optimizer.load_state_dict
 

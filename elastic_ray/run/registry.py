@@ -202,22 +202,8 @@ class Registry:
         """Names of the models' strategies."""
         return tuple(each.strategy_name for each in self.gradients)
 
-    def set_strategy(self, model: int, strategy: object) -> None:
-        """Switch a model to a different strategy; all ranks must make the same call between the same two steps.
-
-        Raises ValueError or TypeError if the model or strategy does not exist, or the model cannot use the strategy.
-        """
-        self._of(model).set_strategy(strategy)
-
-    def keep_strategy(self, model: int) -> None:
-        """Cancel a strategy switch that was requested between the same two steps."""
-        self._of(model).keep_strategy()
-
-    def set_topology(self, model: int, topology: str) -> None:
-        """Switch a model's gradients to a different reduction topology; the rules are as for :meth:`set_strategy`."""
-        self._of(model).set_topology(topology)
-
-    def _of(self, model: int) -> Participant:
+    def gradients_of(self, model: int) -> Participant:
+        """Return what keeps a model's gradients identical on all ranks. Raises ValueError if there is no such model."""
         if model >= len(self.gradients):
             raise ValueError(f"there is no model {model}: the loop has wrapped {len(self.gradients)}")
         return self.gradients[model]

@@ -259,12 +259,12 @@ class Adaptation:
         registry, wishes, refused = self._run.registry, self._run.wishes, ""
         try:
             if isinstance(request, SetTopology):
-                registry.set_topology(request.model, request.topology)
+                registry.gradients_of(request.model).set_topology(request.topology)
             else:
-                registry.set_strategy(request.model, request.strategy)
+                registry.gradients_of(request.model).set_strategy(request.strategy)
         except (ValueError, TypeError) as error:
             refused = str(error)
         if wishes is not None and not wishes.agree(not refused) and not refused:
-            registry.keep_strategy(request.model)
+            registry.gradients_of(request.model).keep_strategy()
             refused = "another worker of the unit cannot use it for its part of the model"
         return refused

@@ -48,7 +48,6 @@ _SAME_STATES = "train_loop_per_worker must register the same state on every work
 class Exchanged:
     """Result of an exchange of state between the ranks in a new group."""
 
-    received: bool  # this rank was behind and took over another's state
     passes: int  # ended loader passes of the rank that is furthest (see ``RunProgress.ended_passes``)
     behind: bool  # a rank with an equal state has given up the outermost pass that this rank is in
 
@@ -360,14 +359,12 @@ class SharedState:
             self._undo_round()  # else this rank's steps count, in the mean of the models
         if len(holders) > 1:
             replicas.reconcile(communicator, max(each.averaged for each in holders), holds=self.complete)
-        received = False
         for served in transfer_rounds(everyone):
             for source, destination in served:
                 if source == communicator.rank:
                     send_state(communicator, destination, self.capture())
                 elif destination == communicator.rank:
                     self._receive(communicator, source)
-                    received = True
         self.complete, self.loaded, self._before_round, self._round_lost = True, False, None, False
         bounds = [row[-2] for row in rows if row[-2]]  # one rank alone may know that it ran out of memory
         self.progress.limit_memory(min(bounds, default=None))
@@ -375,7 +372,6 @@ class SharedState:
         furthest = max(each.order() for each in everyone)
         furthest_rows = [row for row, each in zip(rows, everyone, strict=True) if each.order() == furthest]
         return Exchanged(
-            received=received,
             passes=max(row[3] for row in furthest_rows),
             behind=max(row[7] for row in furthest_rows) > self.progress.place_in_epochs,
         )

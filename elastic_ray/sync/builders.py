@@ -232,17 +232,15 @@ class LocalSGD(_Averaging):
     Attributes:
         period: Number of steps between averages.
         give_back: Whether slow ranks hand some of their steps to other ranks; see ``Average``.
-        batch_moments: Whether Adam's second moments are corrected for the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import LocalSGD
         >>> LocalSGD(period=8)
-        LocalSGD(period=8, give_back=False, batch_moments=True)
+        LocalSGD(period=8, give_back=False)
     """
 
     period: int = 4
     give_back: bool = False
-    batch_moments: bool = True
 
     algorithm: ClassVar[str] = "local_sgd"
 
@@ -256,19 +254,17 @@ class DiLoCo(_Averaging):
         outer_lr: Learning rate of the outer step.
         outer_momentum: Momentum of the outer step.
         give_back: Whether slow ranks hand some of their steps to other ranks; see ``Average``.
-        batch_moments: Whether Adam's second moments are corrected for the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import DiLoCo
         >>> DiLoCo(period=32)
-        DiLoCo(period=32, outer_lr=0.7, outer_momentum=0.9, give_back=False, batch_moments=True)
+        DiLoCo(period=32, outer_lr=0.7, outer_momentum=0.9, give_back=False)
     """
 
     period: int = 16
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     give_back: bool = False
-    batch_moments: bool = True
 
     algorithm: ClassVar[str] = "diloco"
 
@@ -281,18 +277,16 @@ class SMA(_Averaging):
         alpha: Fraction of the distance to the mean that each pull moves a rank's model.
         period: Number of steps between pulls.
         give_back: Whether slow ranks hand some of their steps to other ranks; see ``Average``.
-        batch_moments: Whether Adam's second moments are corrected for the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import SMA
         >>> SMA(alpha=0.2)
-        SMA(alpha=0.2, period=1, give_back=False, batch_moments=True)
+        SMA(alpha=0.2, period=1, give_back=False)
     """
 
     alpha: float = 0.1
     period: int = 1
     give_back: bool = False
-    batch_moments: bool = True
 
     algorithm: ClassVar[str] = "sma"
 
@@ -307,17 +301,15 @@ class PairAveraging(_Averaging):
     Attributes:
         period: Number of steps each rank takes on its own before all ranks commit them together.
         give_back: Whether slow ranks hand some of their steps to other ranks; see ``Average``.
-        batch_moments: Whether Adam's second moments are corrected for the whole batch; see ``Average``.
 
     Examples:
         >>> from elastic_ray.sync import PairAveraging
         >>> PairAveraging()
-        PairAveraging(period=8, give_back=False, batch_moments=True)
+        PairAveraging(period=8, give_back=False)
     """
 
     period: int = 8
     give_back: bool = False
-    batch_moments: bool = True
 
     algorithm: ClassVar[str] = "pair"
 

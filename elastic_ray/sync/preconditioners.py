@@ -363,16 +363,13 @@ def least_denominator(size: Tensor) -> Tensor:
 
 
 class BucketPreconditioner:
-    """Preconditioner of one bucket, recomputed every ``interval`` steps.
+    """Preconditioner of one bucket, recomputed every ``REFRESHED_EVERY`` steps.
 
-    :meth:`at` recomputes it in the first steps and whenever step // interval changes. Ranks with equal step counts
-    therefore recompute it in the same steps.
+    :meth:`at` recomputes it in the first steps and whenever step // ``REFRESHED_EVERY`` changes. Ranks with equal step
+    counts therefore recompute it in the same steps.
     """
 
-    def __init__(self, *, interval: int = REFRESHED_EVERY) -> None:
-        if interval < 1:
-            raise ValueError(f"interval must be 1 or more steps, but got {interval}")
-        self._interval = interval
+    def __init__(self) -> None:
         self._round: int | None = None
         self._found_at = 0
         self._found: Any = None
@@ -384,7 +381,7 @@ class BucketPreconditioner:
             find: Computes the preconditioner, like :func:`preconditioner`. The function is not stored, because it
                 would keep a bucket of the step's gradients alive.
         """
-        current = step // self._interval
+        current = step // REFRESHED_EVERY
         if current != self._round or step <= SETTLED_STEPS:
             self._found, self._round, self._found_at = find(), current, step
         if isinstance(self._found, FlatPreconditioner):

@@ -233,8 +233,6 @@ class Average:
         give_back: Whether a slow rank hands some of its steps in a period to ranks that would otherwise wait for it.
             The assignment of steps to ranks then depends on their speeds. False, the default, assigns the same steps in
             every run.
-        batch_moments: Whether the second moments of torch's Adam, AdamW, NAdam and RAdam are corrected for the whole
-            batch. Otherwise, they come from a rank's share, whose noisier gradient makes steps shorter.
     """
 
     algorithm: str = "local_sgd"
@@ -244,7 +242,6 @@ class Average:
     outer_momentum: float = 0.9
     until: int | None = None
     give_back: bool = False
-    batch_moments: bool = True
 
     def __post_init__(self) -> None:
         check_one_of("algorithm", self.algorithm, AVERAGES)
@@ -253,7 +250,6 @@ class Average:
         check_range("outer_lr", self.outer_lr, above=0.0, up_to=10.0)
         check_range("outer_momentum", self.outer_momentum, above=-1e-9, up_to=0.9999)
         check_flag("give_back", self.give_back)
-        check_flag("batch_moments", self.batch_moments)
         if self.until is not None:
             check_count("until", self.until, least=1, most=1 << 53)
 
@@ -438,10 +434,7 @@ def _sync(tree: Any) -> Sync:
         raise StrategyError(f"kind must be one of {', '.join(_KINDS)}, but got {tree!r}")
     fields = {key: value for key, value in tree.items() if key != "kind"}
     if "wire" in fields:
-        wire = fields["wire"]
-        if isinstance(wire, dict) and wire.get("error_feedback") is True:  # as earlier checkpoints and files say
-            wire = {key: value for key, value in wire.items() if key != "error_feedback"}
-        fields["wire"] = _build(Wire, wire)
+        fields["wire"] = _build(Wire, fields["wire"])
     built: Sync = _build(_KINDS[tree["kind"]], fields)
     return built
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +13,6 @@ from elastic_ray.data.sharding import (
     Shares,
     batch_ends,
     can_switch,
-    check_place,
     epoch_key,
     micro_steps_for,
     rank_slices,
@@ -194,21 +191,6 @@ def test_can_switch_waits_for_the_tail() -> None:
     assert not can_switch(position=3, total=3, world_size=4), "the next epoch could not start"
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: check_place(epoch=-1, position=0), ValueError, "epoch must be at least 0, but got -1"),
-        (lambda: check_place(epoch=0, position=1.5), TypeError, "position must be an integer, but got 1.5"),
-        (lambda: step_size(position=11, total=10, batch_size=4, world_size=2), ValueError, "0..10"),
-        (lambda: step_size(position=0, total=10, batch_size=1, world_size=2), ValueError, "fewer workers"),
-        (lambda: split(0, world_size=2), ValueError, "count must be at least 1"),
-        (lambda: step_size(position=0, total=10, batch_size=True, world_size=1), TypeError, "batch_size"),
-        (lambda: can_switch(position=0, total=10, world_size=0), ValueError, "world_size must be at least 1"),
-        (lambda: split(4, world_size=2, micro_steps=0), ValueError, "micro_steps must be at least 1"),
-        (lambda: rank_slices(4, rank=2, world_size=2), ValueError, r"rank must be in 0\.\.1"),
-        (lambda: epoch_key(seed=-3, epoch=0), ValueError, "seed must be at least 0, but got -3"),
-    ],
-)
-def test_bad_input_names_the_value(call: Callable[[], object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
+def test_a_position_beyond_the_epoch_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"position must be in 0\.\.10"):
+        step_size(position=11, total=10, batch_size=4, world_size=2)

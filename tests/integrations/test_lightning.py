@@ -413,7 +413,7 @@ class Lbfgs(Module):
     ("options", "says"),
     [
         ({"callbacks": lambda: [GradientAccumulationScheduler({0: 2})]}, "gradient_accumulation=True"),
-        ({"reload_dataloaders_every_n_epochs": 1}, "on_epoch="),
+        ({"reload_dataloaders_every_n_epochs": 1}, "on_train_epoch_start"),
         ({"sync_batchnorm": True}, "use GroupNorm or LayerNorm"),
         ({"callbacks": lambda: [StochasticWeightAveraging(0.1)]}, "EMAWeightAveraging works"),
         ({"devices": 2}, "devices must be 1"),

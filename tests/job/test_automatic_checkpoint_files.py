@@ -149,14 +149,6 @@ def test_intervals_are_bounded_and_shorter_for_jobs_lost_often(cost: float, loss
     assert more <= interval + 1e-9 or cost > mean_time_between_losses_s(losses + 1, observed) / 2
 
 
-@pytest.mark.parametrize("cost, mean", [(-1.0, 1.0), (1.0, 0.0), (math.nan, 1.0)])
-def test_impossible_costs_and_times_are_refused(cost: float, mean: float) -> None:
-    with pytest.raises(ValueError, match="cost_s must be 0 or more and mean_time_s above 0"):
-        checkpoint_interval_s(cost, mean)
-    with pytest.raises(ValueError, match="losses and observed_s"):
-        mean_time_between_losses_s(-1, 0)
-
-
 def test_a_large_file_reaches_the_disk_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checked_files, "CHUNK_BYTES", 4)
     monkeypatch.setattr(checked_files, "_SYNC_BYTES", 8)

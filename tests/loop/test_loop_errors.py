@@ -72,7 +72,7 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
         ),
         (numbers(5), {"batch_size": 2, "sampler": [1], "shuffle": True}, ValueError, "exclude each other: the sampler"),
         (numbers(5), {"batch_size": 2, "generator": torch.Generator()}, ValueError, "pass seed="),
-        (numbers(5), {"batch_size": 2, "on_epoch": 3}, TypeError, "must be a function of"),
+        (numbers(5), {"batch_size": 2, "seed": -1}, ValueError, "seed must be"),
         (Stream(), {"batch_size": 2, "shuffle": True}, ValueError, "shuffle=True cannot be used with an iterable"),
         (Stream(), {"batch_size": 2, "whole_batches": True}, ValueError, "whole_batches=True cannot be used"),
         (numbers(5), {"batch_size": 2, "sampler": iter([1])}, TypeError, "one-time iterator"),

@@ -14,7 +14,6 @@ from elastic_ray.batch.scaling_rules import Adam
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import set_session
-from elastic_ray.sync.statistics.noise import NoiseTracker
 from tests.loop.changing import Change, Kill, run_job
 from tests.loop.ranks import Ranks
 
@@ -173,12 +172,6 @@ def test_second_moments_remember_enough_steps() -> None:
     parameters, _, _, steps = train(least=0.9)
     torch.testing.assert_close(parameters, by_hand(steps, least=0.9), rtol=1e-9, atol=1e-11)
     set_session(None)
-
-
-def test_checkpoints_with_one_count_for_both_moments_are_read() -> None:
-    tracker = NoiseTracker(torch.optim.AdamW(net().parameters()), 1)
-    tracker.restore({**tracker.capture(), "adam_steps": [[5.0, 8.0, 0.5]]})
-    assert tracker.adam_steps == [[5.0, 8.0, 0.5, 8.0]]
 
 
 def test_sgd_has_no_second_moments() -> None:

@@ -59,6 +59,8 @@ class Redrawn(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[int, int, int, int]:
         assert self.drawn is not None, "nothing was drawn yet"
+        info = get_worker_info()
+        assert info is not None and info.dataset is self
         return index, self.drawn, -1 if self.epoch is None else self.epoch, os.getpid()
 
 
@@ -171,27 +173,6 @@ def test_a_dataset_may_have_another_length_in_each_epoch(ranks: Ranks, world: in
     for epoch in range(3):
         assert sorted(x for result in results for x in result[epoch][0]) == list(range(4 * (epoch + 1)))
         assert {result[epoch][1] for result in results} == {epoch + 1}
-
-
-def draw_in_worker(dataset: Redrawn, epoch: int) -> None:
-    """An epoch hook; it finds the dataset's own `set_epoch` done."""
-    assert dataset.epoch in (None, epoch)
-    info = get_worker_info()
-    assert info is None or info.dataset is dataset
-    dataset.draw(10 * epoch)
-
-
-@pytest.mark.usefixtures("own_server")
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-def test_an_epoch_hook_reaches_every_copy(workers: int, persistent: bool) -> None:
-    set_session(None)
-    loader = er.AdaptiveDataLoader(
-        Redrawn(), batch_size=4, num_workers=workers, persistent_workers=persistent, on_epoch=draw_in_worker
-    )
-    for epoch in er.remaining_epochs_until(3):
-        for _, drawn, told, _ in loader:
-            assert set(drawn.tolist()) == {10 * epoch}
-            assert set(told.tolist()) == {epoch if persistent else -1}
 
 
 @pytest.mark.usefixtures("own_server")

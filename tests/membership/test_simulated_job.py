@@ -6,6 +6,7 @@ What must hold at every event is asserted in the simulation itself; see ``simula
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -71,7 +72,8 @@ def live(
     job.target(target)
     deadline_s = job.now_s + RECOVERY_S
     while not settled(job, target):
-        assert job.now_s < deadline_s, f"holds {job.machine.workers_by_node()} of {target}; {job.machine.in_flight}"
+        held = Counter(w.node for w in job.machine.workers.values())
+        assert job.now_s < deadline_s, f"holds {held} of {target}; {job.machine.in_flight}"
         job.run_for(1.0)
     before = job.safe_ticks
     job.run_for(3.0)
@@ -86,7 +88,7 @@ def live(
 def settled(job: SimJob, target: dict[str, int]) -> bool:
     """Whether the job has the size it is to have, and everybody lives."""
     machine = job.machine
-    reached = machine.workers_by_node() == target and machine.world_size == sum(target.values())
+    reached = Counter(w.node for w in machine.workers.values()) == target and machine.world_size == sum(target.values())
     return (
         not job.away
         and reached

@@ -129,7 +129,7 @@ def reference(average: Average, world: int, make: Make = sgd, batch: int = BATCH
                 optimizer.zero_grad()
                 model(samples[share]).square().mean().backward()
                 optimizer.step()
-                if average.batch_moments and isinstance(optimizer, torch.optim.AdamW):
+                if isinstance(optimizer, torch.optim.AdamW):
                     _of_batch(optimizer, world, steps + 1)
             steps += 1
             flat = torch.stack([weights(model) for model in replicas])

@@ -192,7 +192,7 @@ def test_mixed_buckets_hold_ones_for_parameters_without_state() -> None:
 
 def test_preconditioner_follows_the_state_between_looks_at_it() -> None:
     model, optimizer = trained("adam", 10)
-    bucket, params = BucketPreconditioner(interval=16), list(model.parameters())
+    bucket, params = BucketPreconditioner(), list(model.parameters())
     gradient = torch.ones(sum(p.numel() for p in params))
     bucket.at(10, lambda: preconditioner(optimizer, params))
     for _ in range(3):
@@ -206,28 +206,23 @@ def test_preconditioner_follows_the_state_between_looks_at_it() -> None:
 
 def test_preconditioner_is_kept_between_refreshes() -> None:
     model, optimizer = trained("adam", 10)
-    bucket = BucketPreconditioner(interval=4)
+    bucket = BucketPreconditioner()
     compute = lambda: preconditioner(optimizer, list(model.parameters()))  # noqa: E731
     first = bucket.at(40, compute)
     x, y = batch(8)
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
-    assert bucket.at(43, compute) is first
-    assert bucket.at(44, compute) is not first
-    again = bucket.at(45, compute)
+    assert bucket.at(47, compute) is first
+    assert bucket.at(48, compute) is not first
+    again = bucket.at(49, compute)
     bucket.invalidate()
-    assert bucket.at(45, compute) is not again
+    assert bucket.at(49, compute) is not again
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_an_overflowed_gradient_leaves_no_estimate(bad: float) -> None:
     norm = float(squared_norm(torch.tensor([1.0, bad, 1.0, 1.0])))
     assert estimate_groups(mean_sq_norms=[norm], sq_norms_of_mean=[1.0], samples=2, scale=1.0) is None
-
-
-def test_an_interval_is_a_step_or_more() -> None:
-    with pytest.raises(ValueError, match="interval must be 1 or more"):
-        BucketPreconditioner(interval=0)
 
 
 @dataclasses.dataclass

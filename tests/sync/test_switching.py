@@ -103,12 +103,12 @@ def routed() -> Any:
 
     def between(trainee: Trainee, step: int) -> None:
         if step in (2, 5):
-            registry.set_topology(0, ("ring", "two_level")[step == 5])
+            registry.gradients_of(0).set_topology(("ring", "two_level")[step == 5])
         if step == 8:
             trainee.wrapped.set_strategy("bf16")
         if step == 10:
             with pytest.raises(StrategyError) as caught:
-                registry.set_topology(0, "tree")
+                registry.gradients_of(0).set_topology("tree")
             refused.append(str(caught.value))
 
     trainee.train(between, epochs=1)

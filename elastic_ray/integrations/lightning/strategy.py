@@ -277,7 +277,7 @@ _REFUSED = {
         "ElasticRayStrategy(max_batch_size=, gradient_accumulation=True)"
     ),
     "reload_dataloaders_every_n_epochs": (
-        "joiners would miss what earlier loaders have used: change the dataset in AdaptiveDataLoader(on_epoch=), and "
-        "return that from train_dataloader()"
+        "joiners would miss what earlier loaders have used: change the dataset in on_train_epoch_start(), which they "
+        "call as well"
     ),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,72 +13,45 @@ if TYPE_CHECKING:
     from elastic_ray.sync.averaging.drift import Replica
 
 
-class Averager(Protocol):
-    """Protocol for algorithms that average one model; all ranks call them after the same steps.
+class Averager:
+    """Base class for algorithms that average one model; all ranks call them after the same steps.
 
     Parameters and the averager's own state change only after all collectives have finished, so a failed collective
-    leaves both unchanged.
+    leaves both unchanged. By default, an algorithm computes the mean over all ranks and keeps no state.
     """
 
-    def run(self, model: Replica, steps: int) -> None:
+    def run(self, model: Replica) -> None:
         """Average this rank's model with the other ranks' models at the end of a period.
 
         Args:
             model: This rank's parameters, with access to the other ranks' parameters.
-            steps: Number of committed optimizer steps, a multiple of the period.
 
         Raises CommunicationFailedError if the group breaks, leaving this rank's model and averager unchanged.
         """
+        raise NotImplementedError
 
     def prepare(self, model: Replica) -> None:
         """Start the collectives that :meth:`run` needs, while the ranks are still voting on committing the steps."""
+        model.start_mean()
 
     def start(self, model: Replica) -> None:
         """Initialise the algorithm's state, or extend it to added parameters; values must be the same on all ranks."""
 
     def capture(self) -> Any:
         """Return the averager's state for joining ranks and checkpoints; it is the same on all ranks."""
+        return {}
 
     def restore(self, tree: Any) -> None:
         """Restore a state captured by the same algorithm."""
 
 
-class Stateless:
-    """Base class for algorithms that keep no state between averages."""
-
-    def prepare(self, model: Replica) -> None:
-        """Start summing all ranks' models, so that :meth:`run` can compute their mean."""
-        model.start_mean()
-
-    def start(self, model: Replica) -> None:
-        """Do nothing, because the algorithm has no state."""
-
-    def capture(self) -> Any:
-        """Return the empty state of an algorithm that keeps no state."""
-        return {}
-
-    def restore(self, tree: Any) -> None:
-        """Do nothing, because the algorithm has no state."""
-
-
-class LocalSGDAverager(Stateless):
-    """Averager that sets each rank's model w_r to the mean over all ranks: w_r <- mean of w.
-
-    Source: Stich, "Local SGD converges fast and communicates little" (ICLR 2019). Optimizer moments stay local to each
-    rank, as in torch's ``PostLocalSGDOptimizer``: they come from local gradients, and averaging them would double or
-    triple the traffic.
-    """
-
-    def run(self, model: Replica, steps: int) -> None:
-        """Replace this rank's parameters with their mean over all ranks."""
-        move_towards(model, model.mean(), 1.0)
-
-
-class SMAAverager(Stateless):
+class MeanAverager(Averager):
     """Averager that moves models towards the mean: w_r <- (1 - alpha) w_r + alpha x mean over ranks of w.
 
-    Source: KungFu's ``sma_sgd.py`` (OSDI 2020), after EA-SGD. KungFu averages before the gradient update; this class
-    averages after it.
+    With alpha = 1, it is local SGD (Stich, "Local SGD converges fast and communicates little", ICLR 2019), else SMA
+    (KungFu's ``sma_sgd.py``, OSDI 2020, after EA-SGD). KungFu averages before the gradient update; this class averages
+    after it. Optimizer moments stay local to each rank, as in torch's ``PostLocalSGDOptimizer``: they come from local
+    gradients, and averaging them would double or triple the traffic.
 
     Args:
         alpha: Fraction of the distance to the mean that each average moves a model, up to 1.
@@ -87,12 +60,12 @@ class SMAAverager(Stateless):
     def __init__(self, alpha: float) -> None:
         self._alpha = alpha
 
-    def run(self, model: Replica, steps: int) -> None:
+    def run(self, model: Replica) -> None:
         """Move this rank's parameters by the fraction ``alpha`` of the distance to their mean over all ranks."""
         move_towards(model, model.mean(), self._alpha)
 
 
-class PairAverager(Stateless):
+class PairAverager(Averager):
     """Averager that moves a model halfway to another, random rank's model before each update.
 
     w_r <- w_r + (w_s - v_r) / 2, where w_s is the newest model that the other rank s has published, and v_r is this
@@ -104,7 +77,7 @@ class PairAverager(Stateless):
     def prepare(self, model: Replica) -> None:
         """Do nothing, because no mean over all ranks is computed."""
 
-    def run(self, model: Replica, steps: int) -> None:
+    def run(self, model: Replica) -> None:
         """Do nothing, because models are averaged by :meth:`mix` before each update."""
 
     @torch.no_grad()
@@ -121,7 +94,7 @@ class PairAverager(Stateless):
         model.publish(now_s)
 
 
-class DiLoCoAverager:
+class DiLoCoAverager(Averager):
     """Averager that takes an outer SGD step with Nesterov momentum, from the anchor towards the mean model.
 
     The anchor a (the model after the last outer step) and the outer momentum m are the same on all ranks; w is the mean
@@ -149,12 +122,8 @@ class DiLoCoAverager:
                 self._anchor[name] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
                 self._momentum[name] = torch.zeros_like(self._anchor[name])
 
-    def prepare(self, model: Replica) -> None:
-        """Start summing all ranks' models, so that :meth:`run` can compute their mean."""
-        model.start_mean()
-
     @torch.no_grad()
-    def run(self, model: Replica, steps: int) -> None:
+    def run(self, model: Replica) -> None:
         """Make the outer step, and set this rank's parameters to the new anchor (the model after that step)."""
         mean = model.mean()
         names = list(model.named)
@@ -181,11 +150,11 @@ def make_averager(average: Average) -> Averager:
         case "diloco":
             return DiLoCoAverager(average.outer_lr, average.outer_momentum)
         case "sma":
-            return SMAAverager(average.alpha)
+            return MeanAverager(average.alpha)
         case "pair":
             return PairAverager()
         case _:
-            return LocalSGDAverager()
+            return MeanAverager(1.0)
 
 
 @torch.no_grad()

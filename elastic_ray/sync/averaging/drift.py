@@ -14,7 +14,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError, Com
 from elastic_ray.communication.model_exchange import ModelExchange
 from elastic_ray.state.layout import digest
 from elastic_ray.state.tree import as_divided
-from elastic_ray.sync.averaging.algorithms import Averager, LocalSGDAverager, PairAverager, make_averager, move_towards
+from elastic_ray.sync.averaging.algorithms import Averager, PairAverager, make_averager, move_towards
 from elastic_ray.sync.averaging.consensus import agree, layout, mean
 from elastic_ray.sync.device_numbers import local
 from elastic_ray.sync.spec import Average
@@ -153,13 +153,13 @@ class Drift:
             self.collapse()
         elif steps % average.period == 0:
             self._context.moment("average")
-            self._averager.run(self._replica, steps)
-            if isinstance(self._averager, PairAverager):
+            self._averager.run(self._replica)
+            if self.pulls:
                 if not self._replica.exchange.stands:
                     self.enter_exchange(self._context.group.communicator)
                 return  # no rank's model holds the others' steps
             self._marker = max(self._marker, steps * _OF_A_STEP + self._number % _CONSENSUS + 1)
-            if isinstance(self._averager, LocalSGDAverager):
+            if average.algorithm == "local_sgd":
                 self._equal_at = steps
 
     @property

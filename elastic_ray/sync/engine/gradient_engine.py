@@ -321,7 +321,7 @@ class GradientEngine(Participant):
 
     def scale_moments(self, optimizer: torch.optim.Optimizer) -> None:
         average, step = self.drift.average, self._context.ledger.outermost
-        if average is not None and average.batch_moments and self.drift.on and step is not None:
+        if average is not None and self.drift.on and step is not None:
             own = sum(step.sizes[self._context.group.rank])
             scale_moments(optimizer, step.count / own if own else 1.0)
 

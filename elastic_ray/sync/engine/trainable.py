@@ -209,9 +209,8 @@ class TrainedState(OptimizerState):
         return captured
 
     def restore(self, tree: Any) -> None:
-        theirs = tree.get("trainable")  # not in a checkpoint of an earlier version
-        if theirs is not None and theirs != self._trainable.capture():
-            self._trainable.restore(theirs)
+        if tree["trainable"] != self._trainable.capture():
+            self._trainable.restore(tree["trainable"])
             self._rebuild()
         divided, state = tree.get("divided"), self._optimizer.state
         own: dict[torch.Tensor, Any] = {p: state[p] for p in self._divided.tiled if p in state}

@@ -9,7 +9,7 @@ import torch
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.sharded.embedding import ShardedEmbedding
-from elastic_ray.sync.sharded.rules import RowRule, rule_of
+from elastic_ray.sync.sharded.rules import rule_of
 from elastic_ray.sync.sharded.table import ShardedTable
 
 if TYPE_CHECKING:
@@ -33,23 +33,14 @@ class ModelTables:
                 "parameters for overflow, and table rows are not parameters. Train in bfloat16, which needs no scaler"
             )
         self.tables: list[ShardedTable] = [
-            layer.join(self._rule(name, layer), name, (number, index), run)
+            layer.join(
+                layer.rule or rule_of(type(optimizer).__name__, optimizer.param_groups[0]), name, (number, index), run
+            )
             for index, (name, layer) in enumerate(layers.items())
         ]
 
     def __bool__(self) -> bool:
         return bool(self.tables)
-
-    def _rule(self, name: str, layer: ShardedEmbedding) -> RowRule:
-        """Return a table's rule; raise StrategyError if it has none or its parameter group does not exist."""
-        groups = self._optimizer.param_groups
-        rule = layer.rule or rule_of(type(self._optimizer).__name__, groups[0])
-        if rule.group >= len(groups):
-            raise StrategyError(
-                f"optimizer of ShardedEmbedding {name!r} follows parameter group {rule.group}, but "
-                f"{type(self._optimizer).__name__} has {len(groups)}"
-            )
-        return rule
 
     def join(self, what: Announced) -> None:
         """Participate in a table's row exchange announced by other ranks, although this rank has no samples."""
@@ -73,9 +64,9 @@ class ModelTables:
             table.zero()
 
     def update(self) -> None:
-        """Update the tables with the current learning rates from the optimizer's groups."""
+        """Update the tables with the current learning rate of the optimizer's first group."""
         for table in self.tables:
-            table.update(float(self._optimizer.param_groups[table.rule.group]["lr"]))
+            table.update(float(self._optimizer.param_groups[0]["lr"]))
 
     @property
     def settled(self) -> bool:

@@ -23,18 +23,15 @@ _UNSERVED = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
-    """Base class for rules that update table rows, at ``lr_factor`` x parameter group ``group``'s learning rate."""
+    """Base class for rules that update table rows, at ``lr_factor`` x the first parameter group's learning rate."""
 
-    # the table's learning rate is that of the wrapped optimizer (of its parameter group ``group``, with its schedule
-    # and the step's factor) times this; more than 0
+    # the table's learning rate is that of the wrapped optimizer (with its schedule and the step's factor) times this;
+    # more than 0
     lr_factor: float = 1.0
-    group: int = 0  # index of that parameter group
 
     def __post_init__(self) -> None:
         if not 0.0 < self.lr_factor < math.inf:
             raise ValueError(f"lr_factor must be more than 0 and finite, but got {self.lr_factor}")
-        if self.group < 0:
-            raise ValueError(f"group must be the index of a parameter group, 0 or more, but got {self.group}")
 
     @property
     def initial(self) -> Mapping[str, float]:
@@ -49,7 +46,7 @@ class RowSGD(RowRule):
     Examples:
         >>> from elastic_ray.sync import RowSGD
         >>> RowSGD(lr_factor=0.5)
-        RowSGD(lr_factor=0.5, group=0)
+        RowSGD(lr_factor=0.5)
     """
 
 
@@ -64,7 +61,7 @@ class RowAdagrad(RowRule):
     Examples:
         >>> from elastic_ray.sync import RowAdagrad
         >>> RowAdagrad()
-        RowAdagrad(lr_factor=1.0, group=0, initial_accumulator_value=0.0, eps=1e-10)
+        RowAdagrad(lr_factor=1.0, initial_accumulator_value=0.0, eps=1e-10)
     """
 
     initial_accumulator_value: float = 0.0
@@ -95,7 +92,7 @@ class RowAdam(RowRule):
     Examples:
         >>> from elastic_ray.sync import RowAdam
         >>> RowAdam(betas=(0.9, 0.99))
-        RowAdam(lr_factor=1.0, group=0, betas=(0.9, 0.99), eps=1e-08)
+        RowAdam(lr_factor=1.0, betas=(0.9, 0.99), eps=1e-08)
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -120,7 +117,7 @@ def named_rule(optimizer: RowRule | str | None) -> RowRule | None:
     """Return the update rule for a table's ``optimizer`` argument; None stands for the wrapped optimizer's rule.
 
     >>> named_rule("sgd")
-    RowSGD(lr_factor=1.0, group=0)
+    RowSGD(lr_factor=1.0)
 
     Raises:
         ValueError: no rule has this name.

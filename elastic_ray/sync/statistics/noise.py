@@ -297,12 +297,12 @@ class NoiseTracker:
         self.by_group = tuple(groups)
         self._preconditioned = tree["preconditioned"]
         self.progress = tree["progress"]
-        self.counted_elsewhere, self.looks = tree.get("counted_elsewhere"), tree.get("looks", True)
-        self._left_out_at = tree.get("left_out_at", -2)
+        self.counted_elsewhere, self.looks = tree["counted_elsewhere"], tree["looks"]
+        self._left_out_at = tree["left_out_at"]
         for mine, theirs in zip(self.held_factors, tree["held_factors"], strict=True):
             mine[:] = theirs
-        for mine, theirs in zip(self.adam_steps, tree.get("adam_steps", ()), strict=False):
-            mine[:] = [*theirs, theirs[1]][: len(mine)]  # checkpoints of before have three
+        for mine, theirs in zip(self.adam_steps, tree["adam_steps"], strict=True):
+            mine[:] = theirs
         self.invalidate()
 
 

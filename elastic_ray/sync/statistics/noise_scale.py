@@ -58,8 +58,6 @@ def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale
         samples: K, replicas x micro-batches; at least 2.
         scale: Global batch / initial batch, above 0.
 
-    Raises ValueError if ``samples`` is below 2, ``scale`` is not a finite number above 0, or a norm is not finite.
-
     Example:
         >>> estimate(mean_sq_norm=5.0, sq_norm_of_mean=4.0, samples=2, scale=1.0)
         NoiseScale(sqr=3.0, var=1.0)
@@ -67,12 +65,6 @@ def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale
     Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", A.1; Pollux (OSDI 2021),
     section 3.1.
     """
-    if samples < 2:
-        raise ValueError(
-            f"samples must be 2 or more gradients to tell signal from noise, but got {samples}; "
-            "one gradient per step is measured in two halves (elastic_ray.batch.halving)"
-        )
-    _check_scale(scale)
     sqr = (samples * sq_norm_of_mean - mean_sq_norm) / (samples - 1)
     var = (mean_sq_norm - sq_norm_of_mean) * scale / (samples - 1)
     return NoiseScale(sqr=sqr, var=var)
@@ -137,14 +129,6 @@ class SmoothedNoise:
     window: float = WINDOW  # longest memory, in steps at the initial batch
     updates: int = 0  # number of updates taken in
 
-    def __post_init__(self) -> None:
-        if not self.window > 0:
-            raise ValueError(f"window must be above 0 steps at the initial batch, but got {self.window}")
-        if len(self.sqr) != len(self.var):
-            raise ValueError(
-                f"sqr and var must have one value per parameter group, but got {len(self.sqr)} and {len(self.var)}"
-            )
-
     def update(
         self, sqr: float | Sequence[float], var: float | Sequence[float], scale: float, *, steps: float = 1.0
     ) -> SmoothedNoise:
@@ -155,16 +139,8 @@ class SmoothedNoise:
             var: Raw noise, in the same form.
             scale: Global batch / initial batch of the step, above 0.
             steps: Number of optimizer steps since the previous update; above 1 if not every step is measured.
-
-        Raises ValueError if ``scale`` is not a finite number above 0, or the number of groups differs.
         """
-        _check_scale(scale)
         new_sqr, new_var = _values(sqr), _values(var)
-        if len(new_sqr) != len(new_var) or (self.sqr and len(new_sqr) != len(self.sqr)):
-            raise ValueError(
-                f"sqr and var must have one value for each of the {len(self.sqr) or len(new_sqr)} parameter "
-                f"groups, but got {len(new_sqr)} and {len(new_var)}"
-            )
         if not all(map(math.isfinite, (*new_sqr, *new_var))) or not any((*new_sqr, *new_var)):
             return self  # an overflow; or no gradient, which says nothing of its noise
         size = max(math.fsum((*new_sqr, *new_var)), 0.0)
@@ -267,8 +243,3 @@ def _values(values: float | Sequence[float]) -> tuple[float, ...]:
     if isinstance(values, (int, float)):
         return (float(values),)
     return tuple(float(value) for value in values)
-
-
-def _check_scale(scale: float) -> None:
-    if not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"scale must be batch size / initial batch size, above 0, but got {scale}")

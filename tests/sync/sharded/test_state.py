@@ -259,8 +259,6 @@ def test_what_cannot_be_served_is_refused_when_wrapping() -> None:
         wrap(ShardedEmbedding(9, 2), strategy="local_sgd")
     with pytest.raises(StrategyError, match="grad_scaler is not supported"):
         wrap(ShardedEmbedding(9, 2), grad_scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(StrategyError, match=r"follows parameter group 2, but SGD has 1"):
-        wrap(ShardedEmbedding(9, 2, optimizer=RowSGD(group=2)))
     with pytest.raises(RuntimeError, match="no_sync"):
         wrap(ShardedEmbedding(9, 2)).no_sync()
     table = ShardedEmbedding(9, 2)
@@ -297,7 +295,6 @@ def test_bad_arguments_are_refused(options: dict[str, Any], text: str) -> None:
     ("rule", "options", "text"),
     [
         (RowSGD, {"lr_factor": 0.0}, "lr_factor must be more than 0"),
-        (RowSGD, {"group": -1}, "group must be"),
         (RowAdagrad, {"eps": -1.0}, "eps must be 0 or more"),
         (RowAdam, {"betas": (0.9, 1.0)}, "betas must be two numbers"),
     ],

@@ -91,11 +91,6 @@ def test_what_one_rank_sends_is_what_another_expects(world: int, copies: int, si
         assert {rank for rank, mine in enumerate(owned) if piece in mine} == set(piece.owners)
 
 
-def test_a_parameter_without_an_owner_is_an_error() -> None:
-    with pytest.raises(ValueError, match="spans of parameter 1 must cover 5 elements"):
-        pieces_of([3, 5], [[OwnedSpan(0, 3, (0,))], [OwnedSpan(0, 4, (1,))]])
-
-
 def test_slices_need_tiles() -> None:
     with pytest.raises(StrategyError, match="gradients='sliced' needs unit='tile'"):
         Owner(gradients="sliced")
