@@ -41,7 +41,7 @@ def test_workers_that_make_no_whole_units_are_refused() -> None:
         (lambda: Unit(rows=2), ValueError, "got 'rows'"),
         (lambda: Unit(tp=0), ValueError, "1 or more, but got 0"),
         (lambda: Unit(tp=True), TypeError, "got True"),
-        (lambda: er.SchedulingConfig(unit=0), ValueError, "unit must be 1 or more"),
+        (lambda: er.SchedulingConfig(unit=0), ValueError, "unit must be a whole number of workers, 1 or more"),
         (lambda: er.SchedulingConfig(unit="2"), TypeError, "unit must be a whole number"),
         (lambda: er.SchedulingConfig(unit=2, mixed_gpu_types=True), ValueError, "mixed_gpu_types is not supported"),
     ],
