@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from elastic_ray.faults import Faults
 from elastic_ray.stragglers.detection import RESPONSES, Response, StragglerConfig
-from elastic_ray.unit import Unit, check_size
+from elastic_ray.unit import Unit
 from placement.arguments import NamesArguments
+from placement.checks import check_choice, check_number, check_switch, check_whole
 from placement.cluster.jobs import SPOT_USES, SpotUse
 from placement.cluster.sizes import AllowedSizes, MemoryNeed
 from placement.cluster.utility import Utility
@@ -137,22 +137,15 @@ class ElasticConfig(NamesArguments):
                 kind = "an address of another kind" if isinstance(value, str) else type(value).__name__
                 raise ValueError(f"{name} must be an address that begins with http:// or https://, but got {kind}")
         elif name == "stragglers":
-            if value not in RESPONSES:
-                raise ValueError(f"{name} must be one of {', '.join(RESPONSES)}, but got {value!r}")
+            check_choice(name, value, RESPONSES)
         elif name in ("checkpoint_interval_s", "tensorboard") and value is None:
             return
         elif name in _SWITCHES:
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} must be True or False, but got {value!r}")
-        elif isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name} must be a number, but got {value!r}")
+            check_switch(name, value)
         elif name.endswith("_s"):
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be above 0 seconds and finite, but got {value}")
-        elif not isinstance(value, int):
-            raise TypeError(f"{name} must be a whole number, but got {value!r}")
-        elif name == "warm_workers_per_node" and value < 0:
-            raise ValueError(f"{name} must be 0 or more, but got {value}")
+            check_number(name, value, above=0, unit="seconds", finite=True)
+        else:
+            check_whole(name, value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,34 +244,19 @@ class SchedulingConfig(NamesArguments):
         if (told := self.completion_utility) is not None:
             object.__setattr__(self, "utility", told.points)
         if not isinstance(self.unit, Unit):
-            check_size("unit", self.unit)
+            check_whole("unit", self.unit, least=1, unit="workers")
         if self.unit_size > 1 and (self.mixed_gpu_types or self.memory is not None):
             asked = "mixed_gpu_types" if self.mixed_gpu_types else "memory"
             raise ValueError(f"{asked} is not supported with unit={self.unit}: all units are alike; leave it out")
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
-            raise TypeError(f"priority must be a whole number, but got {self.priority!r}")
+        check_whole("priority", self.priority, least=None)
         if not isinstance(self.tenant, str):
             raise TypeError(f"tenant must be text, but got {self.tenant!r}")
         for name in ("preemptible", "whole_nodes", "mixed_gpu_types"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, but got {getattr(self, name)!r}")
-        for name, unset in (("weight", False), ("tenant_weight", True)):
-            value = getattr(self, name)
-            if value is None and unset:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name} must be a number, but got {value!r}")
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be above 0 and finite, but got {value}")
+            check_switch(name, getattr(self, name))
+        check_number("weight", self.weight, above=0, finite=True)
+        for name, unit in (("tenant_weight", ""), ("deadline_s", "seconds after submit()"), ("budget_usd", "USD")):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, above=0, unit=unit, finite=True)
         if self.tenant_weight is not None and not self.tenant:
             raise ValueError(f"tenant_weight needs a tenant to weigh, but got {self.tenant_weight} and tenant=''")
-        if self.spot not in SPOT_USES:
-            raise ValueError(f"spot must be one of {', '.join(SPOT_USES)}, but got {self.spot!r}")
-        for name, unit, what in (("deadline_s", "seconds", " seconds (after submit())"), ("budget_usd", "USD", " USD")):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name} must be a number of {unit} or None, but got {value!r}")
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be above 0{what} and finite, but got {value}")
+        check_choice("spot", self.spot, SPOT_USES)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.json_numbers import build, dump, dumpable, known_fields, load
@@ -93,30 +93,31 @@ def named_parts(spent: Any) -> dict[str, float]:
     return {part.removesuffix("_s").replace("_", " "): getattr(spent, part) for part in TIME_PARTS}
 
 
+def flattened(values: Mapping[Any, Any], depth: float = math.inf, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings, at most ``depth`` levels, under joined names: ``"outer/inner"``.
+
+    At each level the loss is first.
+    """
+    for name, value in sorted(values.items(), key=lambda item: item[0] != "loss"):
+        if not isinstance(value, Mapping):
+            yield f"{prefix}{name}", value
+        elif depth > 1:
+            yield from flattened(value, depth - 1, f"{prefix}{name}/")
+
+
 MOST_METRICS = 32
 """Metrics of one job that are kept and shown over time."""
 
 
-def numbers_in(metrics: Any, prefix: str = "", depth: int = 3) -> dict[str, float]:
+def numbers_in(metrics: Any) -> dict[str, float]:
     """Return reported metrics that are finite numbers, keyed by name, with the loss first.
 
-    Names of nested metrics are joined: ``"outer/inner"``.
-
-    Args:
-        metrics: Metrics as reported. Values that are not numbers, and those beyond ``MOST_METRICS``, are left out.
-        prefix: Text put before every name.
-        depth: Number of levels of nested mappings to read.
+    Values that are not numbers, those nested more than three levels deep, and those beyond ``MOST_METRICS`` are left
+    out; names are as in :func:`flattened`.
     """
-    found: dict[str, float] = {}
-    if not isinstance(metrics, Mapping) or depth == 0:
-        return found
-    for name in sorted(metrics, key=lambda name: name != "loss"):
-        value = metrics[name]
-        if isinstance(value, Mapping):
-            found |= numbers_in(value, f"{prefix}{name}/", depth - 1)
-        elif not isinstance(value, str | bytes | bool) and (number := number_in(metrics, name)) is not None:
-            found[f"{prefix}{name}"] = number
-    return dict(list(found.items())[:MOST_METRICS])
+    told = dict(flattened(metrics, 3)) if isinstance(metrics, Mapping) else {}
+    found = {name: number_in(told, name) for name in told if not isinstance(told[name], str | bytes | bool)}
+    return dict([(name, number) for name, number in found.items() if number is not None][:MOST_METRICS])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from placement.checks import check_whole
 from placement.cluster.cluster import parts
 
 _SAME_SAMPLES = ("tp", "pp", "cp", "ep")
@@ -44,7 +45,7 @@ class Unit:
         for name, size in sizes.items():
             if name not in known:
                 raise ValueError(f"dimensions of a Unit must be of {', '.join(known)}, but got {name!r}")
-            check_size(f"Unit({name}=)", size)
+            check_whole(f"Unit({name}=)", size, least=1, unit="workers")
         object.__setattr__(self, "names", tuple(sizes))
         object.__setattr__(self, "sizes", tuple(sizes.values()))
 
@@ -66,14 +67,6 @@ class Unit:
             if name in _OWN_SAMPLES:
                 found, stride = found + place * stride, stride * size
         return found
-
-
-def check_size(name: str, size: object) -> None:
-    """Raise TypeError if ``size`` is not a whole number, or ValueError if it is below 1; messages contain ``name``."""
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{name} must be a whole number of workers, but got {size!r}")
-    if size < 1:
-        raise ValueError(f"{name} must be 1 or more, but got {size}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

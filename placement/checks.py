@@ -1,45 +1,83 @@
-"""Checks of numbers given by users, with uniform error messages (pure)."""
+"""Checks of values given by users, with uniform error messages (pure)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from typing import Any
 
 import numpy as np
+
+_NUMBERS = (int, float, np.integer, np.floating)
+_PLAIN = (float, int)  # looked at first, as thousands of views are made in a decision
 
 
 def check_number(
     what: str,
-    value: float,
+    value: object,
     *,
     least: float | None = None,
     above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
     unit: str = "",
     finite: bool = False,
-    error: type[ValueError] = ValueError,
+    error: type[ValueError] | None = None,
 ) -> None:
-    """Raise an error if a number is NaN or outside its range.
+    """Raise an error unless a value is a number within a range.
 
     Args:
-        least: Inclusive lower bound; exactly one of ``least`` and ``above`` must be given.
-        finite: True to reject infinity.
+        least, above: Lower bound, inclusive or exclusive; None for no bound.
+        most, below: Upper bound, inclusive or exclusive; None for no bound.
+        finite: True to reject infinity; NaN is outside any range.
 
-    Raises ValueError (or ``error``) if the number is invalid; the message gives the range and the value.
+    Raises TypeError if the value is no number, and ValueError if it is outside the range, or ``error`` in both cases;
+    the message gives the range and the value.
     """
-    assert (least is None) != (above is None), "a range has one lower end"
-    inside = value >= least if least is not None else value > (above or 0.0)
-    if inside and (not finite or math.isfinite(value)):
+    number: Any = value
+    if type(value) not in _PLAIN and (isinstance(value, bool) or not isinstance(value, _NUMBERS)):
+        raise (error or TypeError)(f"{what} must be a number{unit and f' of {unit}'}, but got {value!r}")
+    low = (least is None or number >= least) and (above is None or number > above)
+    high = (most is None or number <= most) and (below is None or number < below)
+    if low and high and (not finite or math.isfinite(number)):
         return
-    bound = f"{least:g}" if least is not None else f"above {above:g}"
-    said = " ".join(filter(None, [bound, unit, "or more" if least is not None else ""]))
-    raise error(f"{what} must be {said}, but got {value}")
+    said = [f"above {above:g} {unit}".strip()] if above is not None else []
+    said += [" ".join(filter(None, (f"{least:g}", unit, "or more")))] if least is not None else []
+    said += [f"at most {most:g}"] if most is not None else []
+    said += [f"below {below:g}"] if below is not None else []
+    said += ["finite"] if finite and most is None and below is None else []
+    raise (error or ValueError)(f"{what} must be {' and '.join(said)}, but got {value}")
 
 
 def is_whole(value: object, least: int = 0) -> bool:
     """True if ``value`` is a whole number of at least ``least``; booleans do not count as numbers."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= least)
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least)
 
 
-def check_whole(what: str, value: object, *, least: int = 0, error: type[ValueError] = ValueError) -> None:
-    """Raise ValueError (or ``error``) unless the value is a whole number of at least ``least``."""
-    if not is_whole(value, least):
-        raise error(f"{what} must be a whole number, {least} or more, but got {value!r}")
+def check_whole(
+    what: str, value: object, *, least: int | None = 0, unit: str = "", error: type[ValueError] | None = None
+) -> None:
+    """Raise an error unless a value is a whole number of at least ``least``; None for no bound.
+
+    Raises TypeError if the value is no whole number, and ValueError if it is too small, or ``error`` in both cases.
+    """
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        if least is None or value >= least:
+            return
+        kind: type[Exception] = error or ValueError
+    else:
+        kind = error or TypeError
+    bound = f", {least} or more" if least is not None else ""
+    raise kind(f"{what} must be a whole number{unit and f' of {unit}'}{bound}, but got {value!r}")
+
+
+def check_switch(what: str, value: object) -> None:
+    """Raise TypeError unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} must be True or False, but got {value!r}")
+
+
+def check_choice(what: str, value: object, known: Collection[object]) -> None:
+    """Raise ValueError unless the value is one of the ``known`` ones."""
+    if value not in known:
+        raise ValueError(f"{what} must be one of {', '.join(map(str, known))}, but got {value!r}")

@@ -33,7 +33,7 @@ from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.handle import JobHandle, find_controller
 from elastic_ray.driver.lease import START_TIMEOUT_S
 from elastic_ray.driver.trainer import ElasticTrainer, check_resources
-from elastic_ray.events import JobStatus, Report
+from elastic_ray.events import JobStatus, Report, flattened
 from elastic_ray.job_spec import JobSpec, TrialSpec
 from elastic_ray.worker.train_loop import with_config
 from placement.ray_cluster.named_actors import find_actor
@@ -145,16 +145,14 @@ def make_template(
     )
 
 
-def shown_parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def shown_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of a trial to display: at most 50 numbers and strings, each string cut to 40 characters."""
     shown: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            shown |= shown_parameters(value, f"{prefix}{name}/")
-        elif isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
-            shown[f"{prefix}{name}"] = value
+    for name, value in flattened(config):
+        if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+            shown[name] = value
         elif isinstance(value, str):
-            shown[f"{prefix}{name}"] = clipped(value)[:_MOST_LETTERS]
+            shown[name] = clipped(value)[:_MOST_LETTERS]
     return dict(list(shown.items())[:_MOST_SHOWN])
 
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic_ray.events import flattened
 from placement.arguments import NamesArguments
 from placement.checks import check_number
 
@@ -167,17 +168,17 @@ def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
     Args:
         names: Possible names of the metric; the first one in the report is used.
     """
-    flat = dict(_flat(metrics))
+    flat = dict(flattened(metrics))
     value = next((flat[name] for name in names if flat.get(name) is not None), None)
     try:
-        return None if value is None else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        return None if value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 
 def lacks_metric(metrics: Mapping[str, object], promise: Promise) -> str:
     """Return an error message for a report that lacks the metric of ``promise``, or has a non-number for it."""
-    flat = dict(_flat(metrics))
+    flat = dict(flattened(metrics))
     if flat.get(promise.metric) is not None:
         return f"trials are compared by {promise.metric!r}, but {flat[promise.metric]!r} is no number: report one"
     had = ", ".join(repr(name) for name in flat) or "nothing"
@@ -185,15 +186,6 @@ def lacks_metric(metrics: Mapping[str, object], promise: Promise) -> str:
         f"trials are compared by Promise(metric={promise.metric!r}), but what was reported is {had}: report it, or "
         'let the promise name what is (a nested metric as "eval/accuracy")'
     )
-
-
-def _flat(metrics: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    """Yield metrics by name; nested metrics are named as in Ray Tune."""
-    for name, value in metrics.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{name}/")
-        else:
-            yield f"{above}{name}", value
 
 
 def check_searchable(name: object) -> None:

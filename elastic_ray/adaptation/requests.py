@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from elastic_ray.state.plain_metrics import plain_metrics
 from elastic_ray.sync.builders import NAMED
 from elastic_ray.sync.spec import TOPOLOGIES, Strategy
+from placement.checks import check_choice, check_number, check_whole
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Resize:
         for name in ("to", "min", "max"):
             value = getattr(self, name)
             if value is not None:
-                _check_whole(f"Resize({name})", value, "workers")
+                check_whole(f"Resize({name})", value, least=1, unit="workers")
         if self.to is not None and (self.min is not None or self.max is not None):
             raise ValueError(f"Resize takes either to, or min and max, but got {self}")
         if self.min is not None and self.max is not None and self.min > self.max:
@@ -73,7 +73,7 @@ class SetBatch:
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:
-            _check_whole("SetBatch(batch_size)", self.batch_size, "samples")
+            check_whole("SetBatch(batch_size)", self.batch_size, least=1, unit="samples")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,10 +92,7 @@ class ScaleRate:
     factor: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.factor, bool) or not isinstance(self.factor, (int, float)):
-            raise TypeError(f"ScaleRate(factor) must be a number, but got {self.factor!r}")
-        if not (math.isfinite(self.factor) and self.factor > 0):
-            raise ValueError(f"ScaleRate(factor) must be above 0 and finite, but got {self.factor}")
+        check_number("ScaleRate(factor)", self.factor, above=0, finite=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,7 +120,7 @@ class SetStrategy:
                 )
         elif not isinstance(self.strategy, Strategy):
             raise TypeError(f"SetStrategy(strategy) must be a name or a Strategy, but got {self.strategy!r}")
-        _check_whole("SetStrategy(model)", self.model, "", at_least=0)
+        check_whole("SetStrategy(model)", self.model)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,9 +144,8 @@ class SetTopology:
     model: int = 0
 
     def __post_init__(self) -> None:
-        if self.topology not in TOPOLOGIES:
-            raise ValueError(f"SetTopology(topology) must be one of {', '.join(TOPOLOGIES)}, but got {self.topology!r}")
-        _check_whole("SetTopology(model)", self.model, "", at_least=0)
+        check_choice("SetTopology(topology)", self.topology, TOPOLOGIES)
+        check_whole("SetTopology(model)", self.model)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -256,10 +252,3 @@ def from_plain(values: Mapping[str, Any]) -> Request:
         given["strategy"] = Strategy.from_json(given["strategy"]["json"])
     request: Request = _KINDS[values["kind"]](**given)
     return request
-
-
-def _check_whole(name: str, value: Any, unit: str, *, at_least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number{' of ' + unit if unit else ''}, but got {value!r}")
-    if value < at_least:
-        raise ValueError(f"{name} must be {at_least} or more{' ' + unit if unit else ''}, but got {value}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_ray.driver.display import status_fields
 from elastic_ray.events import JobPhase, JobStatus, named_parts, number_in, numbers_in
 from placement.arguments import meant
-from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, by_node
+from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, by_node, schedulable
 from placement.cluster.node_record import NodeHistory
 from placement.text import ago, printable
 
@@ -284,8 +284,8 @@ def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None)
             NodeRow(
                 node_id=node_id,
                 address=str(node.get("NodeManagerAddress", "")),
-                total=_devices(node["Resources"]),
-                free=None if seen is None else _devices(seen.free),
+                total=schedulable(node["Resources"]),
+                free=None if seen is None else schedulable(seen.free),
                 draining=seen is not None and seen.draining,
                 gpu_type=labels.get(GPU_TYPE_LABEL, ""),
                 market=labels.get(MARKET_LABEL, ""),
@@ -318,15 +318,6 @@ def _share(row: NodeRow, name: str) -> str:
     if not total:
         return "-"
     return f"{total:g}" if row.free is None else f"{row.free.get(name, 0.0):g}/{total:g}"
-
-
-def _devices(amounts: Mapping[str, Any]) -> dict[str, float]:
-    """Return resource amounts without Ray's bookkeeping resources."""
-    return {
-        name: float(amount)
-        for name, amount in sorted(amounts.items())
-        if "_group_" not in name and not name.startswith(("node:", "bundle"))
-    }
 
 
 def decision_cells(record: DecisionRecord, now_s: float) -> tuple[str, ...]:

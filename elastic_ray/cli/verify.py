@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import posixpath
 import secrets
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -83,7 +82,6 @@ def _automatic(storage: RunStorage, states: Sequence[StateFile]) -> Iterator[tup
 
 
 _LONGEST_S = 3600.0
-_POLL_S = 0.5
 _END_S = 60.0
 
 
@@ -113,20 +111,15 @@ def replay_submitted(path: str, step: int) -> Finding:
     submission = f"{window.name}.{secrets.token_hex(4)}"
     workers = _other_size(window.run.read_events())
     send_again(job.command, submission=submission, user=job.user, workers=(workers, workers), replay=window.after.steps)
-    deadline_s = time.monotonic() + _LONGEST_S
+
+    def ended() -> bool:
+        script = ray_jobs.find(submission)
+        return script is not None and script.ended
+
     try:
-        while (found := window.compare()) is None:
-            script = ray_jobs.find(submission)
-            if script is not None and script.ended:
-                found = window.compare()
-                if found is None:
-                    raise click.ClickException(
-                        f"the replay has ended before step {window.after.steps}: see `elastic-ray logs {submission}`"
-                    )
-                break
-            if time.monotonic() > deadline_s:
-                raise click.ClickException(f"the replay has not ended within {_LONGEST_S:g} s")
-            time.sleep(_POLL_S)
+        found = window.await_result(ended, _LONGEST_S)
+    except (ValueError, TimeoutError) as error:
+        raise click.ClickException(f"{error}: see `elastic-ray logs {submission}`") from error
     finally:
         with contextlib.suppress(click.ClickException):
             replayed = cluster.find_job(window.name)

@@ -22,6 +22,7 @@ from elastic_ray.errors import JobLostError, TrainFunctionError
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.sealed import Raised, Sealed
+from placement.checks import check_number, check_whole
 from placement.ray_cluster.named_actors import ALLOCATOR, find_actor
 from placement.storage.storage_calls import call_storage
 from placement.text import printable
@@ -291,8 +292,7 @@ class JobHandle:
             ValueError: If the job is not allowed to have this size.
         """
         low, high = self._spec.min_workers, self._spec.max_workers
-        if isinstance(workers, bool) or not isinstance(workers, int):
-            raise TypeError(f"workers must be a whole number, but got {workers!r}")
+        check_whole("workers", workers, least=None)
         if not low <= workers <= high:
             sizes = self._spec.scheduling.allowed_sizes
             within = "" if sizes.free else f", within SchedulingConfig({sizes})"
@@ -380,10 +380,7 @@ class JobHandle:
         Raises:
             ValueError: If the weight is not above 0 and finite.
         """
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise TypeError(f"weight must be a number, but got {weight!r}")
-        if not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(f"weight must be above 0 and finite, but got {weight}")
+        check_number("weight", weight, above=0, finite=True)
         self._ask("weigh", float(weight))
 
     def next_report(self, after: int | None = None, timeout: float = 10.0) -> Report | None:

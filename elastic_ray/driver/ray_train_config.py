@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig, 
 
 from elastic_ray.job_spec import RunSettings
 from placement.arguments import check_argument_names
+from placement.checks import check_number, check_switch, check_whole
 from placement.cluster.cluster import check_selector
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
@@ -82,7 +82,7 @@ def _refuse_unsupported_scaling(config: ScalingConfig) -> None:
 def _worker_limits(num_workers: Any) -> tuple[int, int]:
     """Return the minimum and maximum number of workers."""
     limits = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
-    if len(limits) != 2 or not all(_is_int(limit) for limit in limits):
+    if len(limits) != 2 or not all(type(limit) is int for limit in limits):
         raise ValueError(f"ScalingConfig(num_workers) must be a whole number or (min, max), but got {num_workers!r}")
     if limits == (0, 0):
         raise ValueError(
@@ -127,10 +127,7 @@ def _check_amount(name: Any, amount: Any) -> None:
     """Raise TypeError or ValueError unless Ray can reserve this amount of the resource."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"resources_per_worker must be keyed by resource names, but got {name!r}")
-    if isinstance(amount, bool) or not isinstance(amount, int | float):
-        raise TypeError(f"resources_per_worker[{name!r}] must be a number, but got {amount!r}")
-    if not (amount >= 0 and math.isfinite(amount)):
-        raise ValueError(f"resources_per_worker[{name!r}] must be 0 or more and finite, but got {amount}")
+    check_number(f"resources_per_worker[{name!r}]", amount, least=0, finite=True)
     if 0 < amount < 1e-4:
         raise ValueError(f"resources_per_worker[{name!r}] must be at least 0.0001, Ray's unit: got {amount}")
     if name in _WHOLE_ABOVE_ONE and amount > 1 and amount != int(amount):
@@ -167,8 +164,8 @@ def read_run(config: RunConfig | None) -> RunOptions:
                 value = getattr(given, field.name)
                 _refuse(owner, field.name, value, _GIVEN_UP, "Ray Train has given it up; leave it out")
     keep = checkpoints.num_to_keep
-    if keep is not None and not (_is_int(keep) and keep >= 1):
-        raise ValueError(f"CheckpointConfig(num_to_keep) must be None or a whole number from 1, but got {keep!r}")
+    if keep is not None:
+        check_whole("CheckpointConfig(num_to_keep)", keep, least=1)
     return RunOptions(
         name=job_name(config.name),
         callbacks=callbacks,
@@ -208,10 +205,7 @@ def _callbacks(given: Any) -> tuple[Any, ...]:
 
 def _check_failures(config: FailureConfig) -> None:
     """Raise ValueError for failure settings that are invalid or not supported by elastic jobs."""
-    if not _is_int(config.max_failures) or config.max_failures < -1:
-        raise ValueError(
-            f"FailureConfig(max_failures) must be a whole number from -1 (no limit), but got {config.max_failures!r}"
-        )
+    check_whole("FailureConfig(max_failures)", config.max_failures, least=-1)  # -1 is no limit
     if config.controller_failure_limit not in (-1, 0):
         raise ValueError(
             f"FailureConfig(controller_failure_limit={config.controller_failure_limit!r}) is not supported: "
@@ -227,13 +221,9 @@ def _check_failures(config: FailureConfig) -> None:
     # What the other two ask for holds in every elastic job: no collective waits for workers that are gone, and no
     # survivor is ever torn down.
     relax = getattr(config, "relax_collectives_on_preemption", False)  # from Ray 2.60 on
-    if not isinstance(relax, bool):
-        raise ValueError(f"FailureConfig(relax_collectives_on_preemption) must be True or False, but got {relax!r}")
+    check_switch("FailureConfig(relax_collectives_on_preemption)", relax)
     grace_s = getattr(config, "preemption_grace_s", 0)
-    if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0 <= grace_s < math.inf:
-        raise ValueError(
-            f"FailureConfig(preemption_grace_s) must be a finite number of seconds from 0, but got {grace_s!r}"
-        )
+    check_number("FailureConfig(preemption_grace_s)", grace_s, least=0, unit="seconds", finite=True)
 
 
 def job_name(name: Any) -> str | None:
@@ -304,10 +294,6 @@ def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
                 raise TypeError(f"ElasticTrainer({name}=...) is not supported: {_ELSEWHERE[name]}")
             continue
         check_argument_names("ElasticTrainer", [name], known)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _refuse(owner: str, name: str, value: Any, default: Any, reason: str) -> None:

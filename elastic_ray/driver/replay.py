@@ -82,6 +82,22 @@ class Window:
                 if not left:
                     raise
 
+    def await_result(self, ended: Callable[[], bool], timeout_s: float) -> ReplayResult:
+        """Return :meth:`compare` once the replay job has stored its model.
+
+        Raises ValueError if the job has ``ended`` without a model, and TimeoutError after ``timeout_s``.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        over = False
+        while (found := self.compare()) is None:
+            if over:
+                raise ValueError(f"the replay has ended before step {self.after.steps}")
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the replay has not reached step {self.after.steps} within {timeout_s:g} s")
+            over = ended()  # it may have stored its model since the comparison
+            time.sleep(0.0 if over else _POLL_S)
+        return found
+
     def compare(self) -> ReplayResult | None:
         """Return how the models after the last step differ; None until the replay job has stored its model."""
         stored = next((each for each in state_files(self.replayed) if each.steps == self.after.steps), None)
@@ -165,18 +181,15 @@ def replay(
         adaptation=[*policies, StopAt(window.after.steps)],
         **options,
     ).submit()
-    deadline_s = time.monotonic() + timeout_s
+
+    def ended() -> bool:
+        done = handle.done()
+        if done:
+            handle.result(timeout=timeout_s)  # raises the job's error
+        return done
+
     try:
-        while (found := window.compare()) is None:
-            if handle.done():
-                handle.result(timeout=timeout_s)
-                found = window.compare()
-                if found is None:
-                    raise ValueError(f"the replay has ended before step {window.after.steps}")
-                break
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"the replay has not reached step {window.after.steps} within {timeout_s:g} s")
-            time.sleep(_POLL_S)
+        found = window.await_result(ended, timeout_s)
     finally:
         handle.stop(now=True)
         handle.wait(_END_S)

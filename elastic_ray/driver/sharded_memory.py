@@ -41,8 +41,8 @@ def sharded_memory(
         shard_size: Value passed to ``fully_shard``; None if it is omitted there.
 
     Raises:
-        TypeError: The model is not a ``torch.nn.Module``.
-        ValueError: A number is not an integer, or the model does not fit with any number of workers.
+        TypeError: The model is not a ``torch.nn.Module``, or a number is not an integer.
+        ValueError: A number is outside its range, or the model does not fit with any number of workers.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but got {type(model).__name__}")

@@ -43,10 +43,9 @@ from elastic_ray.observe.trackers.callbacks import pack_callbacks
 from elastic_ray.record.submitted import SubmittedJob
 from elastic_ray.run.current import in_worker
 from elastic_ray.worker.train_loop import pack
-from placement.cluster.cluster import TOLERANCE, Cluster, Node, Resources
+from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
-from placement.cluster.sizes import ANY_SIZE, AllowedSizes
-from placement.planning.spans import room_for, spans_nodes
+from placement.planning.plan import unsatisfiable
 from placement.ray_cluster.autoscaler_presence import living_nodes, may_autoscale
 from placement.storage.storage_calls import call_storage
 
@@ -69,74 +68,6 @@ def kept_submission(
         script=os.path.abspath(sys.argv[0]) if sys.argv and os.path.isfile(sys.argv[0]) else "",
         host=this_machine(),
     )
-
-
-def impossible(
-    bundle: Resources,
-    min_workers: int,
-    label_selector: Mapping[str, str],
-    nodes: Sequence[Node],
-    sizes: AllowedSizes = ANY_SIZE,
-    unit: int = 1,
-) -> str | None:
-    """Return a sentence on why a job could not run on these nodes if empty, with the way out; None if it could."""
-    fitting = [node for node in nodes if node.matches(label_selector)]
-    if not fitting:
-        return _no_such_label(label_selector, nodes)
-    one, many = (f"a unit of {unit} workers", "units") if unit > 1 else ("a worker", "workers")
-    where = f" with the labels {dict(label_selector)}" if label_selector else ""
-    if unit > 1:
-        view = JobView(job="unit", bundle=bundle, unit=unit, label_selector=label_selector)
-        cluster = Cluster(nodes=tuple(dataclasses.replace(node, draining=False) for node in fitting))
-        if spans_nodes(view, cluster) and room_for(view, cluster, min_workers) == min_workers:
-            return None
-    for resource, amount in bundle.items():
-        most = max(node.total.get(resource, 0.0) for node in fitting)
-        if most + TOLERANCE < amount:
-            return (
-                f"{one} needs {amount:g} {resource}, but no node{where} has more than {most:g}; change "
-                "ScalingConfig(use_gpu, resources_per_worker, accelerator_type) or add a node with "
-                f"{resource}"
-            )
-    capacity = sum(workers_on(node, bundle) for node in fitting)
-    if capacity == 0:
-        return (
-            f"{one} needs {_text(bundle)} on one node, but no single node{where} has all of it; "
-            "change ScalingConfig(resources_per_worker) or add such a node"
-        )
-    if capacity < min_workers:
-        fewer = sizes.at_most(capacity)
-        way_out = (
-            f"lower ScalingConfig(num_workers), for example to ({fewer}, {min_workers})"
-            if fewer
-            else f"SchedulingConfig({sizes}) allows none so small: change it, if it asks for too much"
-        )
-        return (
-            f"at least {min_workers} {many} of {_text(bundle)} are asked for, but all {len(fitting)} node(s)"
-            f"{where} together have room for {capacity}; {way_out}, or add nodes"
-        )
-    return None
-
-
-def workers_on(node: Node, bundle: Resources) -> int:
-    """Return the number of workers with the resources ``bundle`` that fit on an otherwise empty node."""
-    return min(int((node.total.get(name, 0.0) + TOLERANCE) / amount) for name, amount in bundle.items())
-
-
-def _no_such_label(label_selector: Mapping[str, str], nodes: Sequence[Node]) -> str:
-    """Return a sentence on why no node matches the label selector, with the labels that exist."""
-    if not nodes:
-        return "the cluster has no living node; start one with `ray start`"
-    have = sorted({f"{key}={node.labels[key]}" for node in nodes for key in label_selector if key in node.labels})
-    return (
-        f"no node has the labels {dict(label_selector)}; there are "
-        f"{', '.join(have) or 'none of these keys'}. Change ScalingConfig(label_selector) or start nodes "
-        "with `ray start --labels`"
-    )
-
-
-def _text(bundle: Resources) -> str:
-    return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in bundle.items()) + "}"
 
 
 logger = logging.getLogger(__name__)
@@ -381,16 +312,21 @@ def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling
 
 def check_resources(spec: JobSpec) -> None:
     """Raise ImpossibleResourcesError if the cluster could never run the job; only warn if an autoscaler could help."""
-    reason = impossible(
-        spec.bundle,
-        spec.min_workers,
-        spec.label_selector,
-        living_nodes(),
-        spec.scheduling.allowed_sizes,
-        spec.scheduling.unit_size,
+    scheduling = spec.scheduling
+    view = JobView(
+        job=spec.job,
+        bundle=spec.bundle,
+        min_workers=spec.min_workers,
+        max_workers=spec.max_workers,
+        label_selector=spec.label_selector,
+        spot=scheduling.spot,
+        sizes=scheduling.allowed_sizes,
+        unit=scheduling.unit_size,
     )
-    if reason is None:
+    why = unsatisfiable(view, Cluster(nodes=living_nodes()))
+    if why is None:
         return
+    reason = why.of_unit(view.unit).explained
     if may_autoscale():
         logger.warning("%s; waiting, for an autoscaler may bring it", reason)
         return

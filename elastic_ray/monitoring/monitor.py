@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from placement.checks import check_whole
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Monitor:
@@ -33,13 +35,8 @@ class Monitor:
 
     def __post_init__(self) -> None:
         for name in ("noise_every", "variance_every", "norms_every"):
-            every = getattr(self, name)
-            if every is None:
-                continue
-            if isinstance(every, bool) or not isinstance(every, int):
-                raise TypeError(f"{name} must be a whole number of steps or None, but got {every!r}")
-            if every < 1:
-                raise ValueError(f"{name} must be 1 or more steps, or None for not at all, but got {every}")
+            if (every := getattr(self, name)) is not None:
+                check_whole(name, every, least=1, unit="steps or None")
 
     def joined(self, other: Monitor) -> Monitor:
         """Return a monitor that requests all measurements of this one and ``other``, at the higher frequency."""

@@ -7,6 +7,8 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from placement.checks import check_number, check_whole
+
 VARIABLE = "ELASTIC_RAY_POOL"
 """Environment variable of the cluster's nodes that sets a :class:`PoolConfig`; see :func:`read_config`."""
 
@@ -29,16 +31,10 @@ class PoolConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("per_node", 0), ("total", 0), ("environments", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} of the pool must be a whole number from {least}, but got {value!r}")
+            check_whole(f"{name} of the pool", getattr(self, name), least=least)
         for name in ("idle_s", "quiet_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"{name} of the pool must be above 0 seconds and finite, but got {value!r}")
-        share = self.memory_share
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ValueError(f"memory_share of the pool must be above 0 and at most 1, but got {share!r}")
+            check_number(f"{name} of the pool", getattr(self, name), above=0, unit="seconds", finite=True)
+        check_number("memory_share of the pool", self.memory_share, above=0, most=1)
 
     @property
     def on(self) -> bool:

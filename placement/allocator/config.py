@@ -10,15 +10,10 @@ from typing import Literal
 
 from placement.arguments import NamesArguments
 from placement.autoscaling.autoscaler import Autoscaling
-from placement.checks import check_number
+from placement.checks import check_number, check_switch, check_whole
 from placement.planning.constraints import Constraints
 from placement.planning.tenants import Tenant, check_tenants
 from placement.ray_cluster.notices import NoticeConfig
-
-_NO_NUMBERS = (
-    *("tenants", "priorities", "one_multi_node_job_per_node", "notices", "autoscaling", "dashboard", "metrics"),
-    *("record", "storage"),
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,23 +76,20 @@ class AllocatorConfig(NamesArguments):
     storage: str | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.name not in _NO_NUMBERS:
-                check_number(field.name, getattr(self, field.name), least=0)
+        for name in ("gather_s", "min_interval_s", "refresh_s", "silence_s", "orphan_timeout_s"):
+            check_number(name, getattr(self, name), least=0)
         if self.one_multi_node_job_per_node not in (None, True, False):
             raise TypeError(
                 f"one_multi_node_job_per_node must be None, True or False, but got {self.one_multi_node_job_per_node!r}"
             )
-        check_number("log_length", self.log_length, least=1)
+        check_whole("log_length", self.log_length, least=1)
         check_tenants(self.tenants)
         for pattern, priority in self.priorities.items():
-            if isinstance(priority, bool) or not isinstance(priority, int):
-                raise TypeError(f"priorities[{pattern!r}] must be a whole number, but got {priority!r}")
+            check_whole(f"priorities[{pattern!r}]", priority, least=None)
         if isinstance(self.autoscaling, str) and self.autoscaling != "auto":
             raise ValueError(f'autoscaling must be "auto", None or Autoscaling(...), but got {self.autoscaling!r}')
-        for name in ("dashboard", "metrics"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, but got {getattr(self, name)!r}")
+        for name in ("rounds", "avoid_slow_nodes", "dashboard", "metrics"):
+            check_switch(name, getattr(self, name))
         if self.record is not None and (not isinstance(self.record, str) or not os.path.isabs(self.record)):
             raise ValueError(f"record must be None or the absolute path of a file, but got {self.record!r}")
 

@@ -26,12 +26,12 @@ from placement.planning.problem import Plan
 from placement.policies.shared.base import Policy
 from placement.reasons import Cause, Reason, nodes_of
 
+# Longest time between two ``TimePassed`` that counts as a job's silence [s]: beyond it the allocator was busy.
 _BETWEEN_TICKS_S = 2.0
 # After a start beside jobs that run already, time from the first heartbeat to hear from all.
 _ALL_HEARD_S = 1.5
 IMPOSSIBLE_S = 3.0
 """Time for which a job must be impossible on the nodes at hand before it is told so [s]."""
-"""Longest time between two ``TimePassed`` that counts as a job's silence [s]: beyond it the allocator was busy."""
 
 _UNFORCED = frozenset({Trigger.MODEL, Trigger.REFRESH})
 """Triggers that measured speeds alone bring about."""

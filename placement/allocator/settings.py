@@ -13,6 +13,7 @@ from placement.allocator.config import AllocatorConfig
 from placement.arguments import meant
 from placement.autoscaling.autoscaler import AutoscalerConfig, Autoscaling
 from placement.autoscaling.cluster_file import read_cluster_file
+from placement.checks import check_whole
 from placement.cluster.node_types import NodeType
 from placement.errors import InputError, reading
 from placement.planning.tenants import Tenant
@@ -135,18 +136,13 @@ def _tenants(plain: object, where: str) -> tuple[Tenant, ...]:
     for name, said in _mapping(plain, where).items():
         body = _mapping({} if said is None else said, f"{where}: {name}", _TENANT)
         quota = _mapping(body.get("quota") or {}, f"{where}: {name}: quota")
-        weight = body.get("weight", 1.0)
-        for what, value in (("weight", weight), *((f"quota: {key}", value) for key, value in quota.items())):
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise InputError(f"{where}: {name}: {what} must be a number, but got {value!r}")
-        found.append(_made(where, Tenant, name=name, weight=weight, quota=dict(quota)))
+        found.append(_made(where, Tenant, name=name, weight=body.get("weight", 1.0), quota=dict(quota)))
     return tuple(found)
 
 
 def _priorities(plain: object, where: str) -> Mapping[str, int]:
     for pattern, value in _mapping(plain, where).items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InputError(f"{where}: {pattern} must be a whole number, but got {value!r}")
+        check_whole(f"{where}: {pattern}", value, least=None, error=InputError)
     return dict(_mapping(plain, where))
 
 

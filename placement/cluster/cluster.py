@@ -180,6 +180,15 @@ def slots(amounts: Resources, bundle: Resources) -> int:
     return min(fits, default=10**9)
 
 
+def schedulable(amounts: Mapping[str, Any]) -> dict[str, float]:
+    """Return Ray's amounts without its internal entries (shadow resources of groups, one resource per node address)."""
+    return {
+        name: float(amount)
+        for name, amount in sorted(amounts.items())
+        if "_group_" not in name and not name.startswith(("node:", "bundle"))
+    }
+
+
 def add_amounts(totals: dict[str, float], bundle: Resources, workers: float) -> None:
     """Add the resources of this many workers, one ``bundle`` each, to the totals; a negative number subtracts."""
     for name, need in bundle.items():

@@ -25,10 +25,7 @@ class AllowedSizes:
             raise TypeError(f"sizes must be a tuple of numbers of workers, such as (1, 2, 4), but got {self.sizes!r}")
         for name, values in (("sizes", self.sizes), ("multiple_of", (self.multiple_of,))):
             for value in values:
-                if isinstance(value, bool) or not isinstance(value, int):
-                    raise TypeError(f"{name} must hold whole numbers, but got {value!r}")
-                if value < 1:
-                    raise ValueError(f"{name} must be 1 or more, but got {value}")
+                check_whole(name, value, least=1)
         if any(later <= sooner for sooner, later in zip(self.sizes, self.sizes[1:], strict=False)):
             raise ValueError(f"sizes must be ascending, each once, but got {self.sizes}")
         wrong = [size for size in self.sizes if size % self.multiple_of]
@@ -134,7 +131,8 @@ class MemoryNeed:
         shard_size: Number of workers in a shard group; None for a single group.
 
     Raises:
-        ValueError: A value is not a whole number within its range, or no group size gives a worker enough memory.
+        TypeError: A value is not a whole number.
+        ValueError: A value is outside its range, or no group size gives a worker enough memory.
 
     Examples:
         >>> from placement.cluster.sizes import MemoryNeed
@@ -174,7 +172,7 @@ class MemoryNeed:
         """Return the bytes that each worker needs in a group of `workers`.
 
         Raises:
-            ValueError: `workers` is not a whole number of at least 1.
+            TypeError, ValueError: `workers` is not a whole number of at least 1.
         """
         check_whole("workers", workers, least=1)
         workers = workers if self._most is None else min(workers, self._most)

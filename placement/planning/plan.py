@@ -226,23 +226,36 @@ def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:
     """Return why the job's minimum could not run even on an empty cluster; None if it could or no node is known."""
     if not cluster.nodes:
         return None
-    nodes = [node for node in cluster.nodes if node.matches(view.selector)]
+    selector = view.selector
+    nodes = [node for node in cluster.nodes if node.matches(selector)]
     if not nodes:
-        why = f"no node has the labels {dict(view.selector)}"
-        return Reason(Cause.IMPOSSIBLE, (why,), "change label_selector (or spot) or add such a node")
+        have = {f"{key}={node.labels[key]}" for node in cluster.nodes for key in selector if key in node.labels}
+        why = f"no node has the labels {dict(selector)}, there are {', '.join(sorted(have)) or 'none of these keys'}"
+        way_out = (
+            "change ScalingConfig(label_selector) or SchedulingConfig(spot), or start nodes with `ray start --labels`"
+        )
+        return Reason(Cause.IMPOSSIBLE, (why,), way_out)
     empty = Cluster(nodes=tuple(dataclasses.replace(node, draining=False) for node in nodes))
     if spans_nodes(view, empty) and room_for(view, empty, view.min_workers) == view.min_workers:
         return None
+    where = f" with the labels {dict(selector)}" if selector else ""
     for name, need in sorted(view.bundle.items()):
         most = max(node.total.get(name, 0.0) for node in nodes)
         if need > most + TOLERANCE:
-            why = f"one worker needs {need:g} {name}, but the largest node has {most:g}"
-            return Reason(Cause.IMPOSSIBLE, (why,), "lower resources_per_worker or add a larger node")
+            why = f"one worker needs {need:g} {name}, but the largest node{where} has {most:g}"
+            options = "use_gpu, resources_per_worker, accelerator_type"
+            return Reason(Cause.IMPOSSIBLE, (why,), f"change ScalingConfig({options}) or add a node with {name}")
     possible = sum(slots(node.total, view.bundle) for node in nodes)
     if possible >= view.min_workers:
         return None
     if possible == 0:
-        why = f"no single node has {describe(view.bundle)} together"
-        return Reason(Cause.IMPOSSIBLE, (why,), "lower resources_per_worker or add such a node")
-    why = f"it needs {view.min_workers} x {describe(view.bundle)}, but the empty cluster holds {possible}"
-    return Reason(Cause.IMPOSSIBLE, (why,), "lower the minimum of num_workers or add nodes")
+        why = f"no single node{where} has {describe(view.bundle)} together"
+        return Reason(Cause.IMPOSSIBLE, (why,), "change ScalingConfig(resources_per_worker) or add such a node")
+    why = f"it needs {view.min_workers} x {describe(view.bundle)}, but the empty cluster{where} holds {possible}"
+    fewer = view.sizes.at_most(possible)
+    way_out = (
+        f"lower ScalingConfig(num_workers), for example to ({fewer}, {view.min_workers})"
+        if fewer
+        else f"SchedulingConfig({view.sizes}) allows none so small: change it, if it asks for too much"
+    )
+    return Reason(Cause.IMPOSSIBLE, (why,), f"{way_out}, or add nodes")

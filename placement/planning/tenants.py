@@ -42,8 +42,7 @@ class Tenant(NamesArguments):
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"name of a tenant must be text, but got {self.name!r}")
-        if not (self.weight > 0 and math.isfinite(self.weight)):
-            raise ValueError(f"weight of tenant {self.name!r} must be above 0 and finite, but got {self.weight}")
+        check_number(f"weight of tenant {self.name!r}", self.weight, above=0, finite=True)
         for resource, amount in self.quota.items():
             check_number(f"quota[{resource!r}] of tenant {self.name!r}", amount, least=0)
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 
 from placement.arguments import NamesArguments
-from placement.checks import check_number
+from placement.checks import check_choice, check_number
 
 GOOGLE_NOTICE_S = 30.0
 CLOUDS = ("auto", "aws", "gcp", "azure")
@@ -41,8 +41,7 @@ class NoticeConfig(NamesArguments):
     enabled: bool = True
 
     def __post_init__(self) -> None:
-        if self.cloud not in CLOUDS:
-            raise ValueError(f"cloud must be one of {', '.join(CLOUDS)}, but got {self.cloud!r}")
+        check_choice("cloud", self.cloud, CLOUDS)
         if not self.address.startswith(("http://", "https://")):
             raise ValueError(f"address must be a URL such as http://169.254.169.254, but got {self.address!r}")
         check_number("poll_s", self.poll_s, above=0, unit="seconds")

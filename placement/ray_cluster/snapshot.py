@@ -12,7 +12,7 @@ from typing import Any
 import ray._private.state as _ray_state
 from ray.util.placement_group import placement_group_table
 
-from placement.cluster.cluster import TOLERANCE, Cluster, Node, Resources
+from placement.cluster.cluster import TOLERANCE, Cluster, Node, Resources, schedulable
 
 _STATE: Any = _ray_state.state
 
@@ -54,8 +54,8 @@ def read_nodes() -> tuple[RawNode, ...]:
     return tuple(
         RawNode(
             node_id=node["NodeID"],
-            total=_plain(node["Resources"]),
-            available=_plain(available.get(node["NodeID"], node["Resources"])),
+            total=schedulable(node["Resources"]),
+            available=schedulable(available.get(node["NodeID"], node["Resources"])),
             reserved=reserved.get(node["NodeID"], {}),
             draining=node["NodeID"] in draining,
             labels=dict(node.get("Labels") or {}),
@@ -133,12 +133,3 @@ def _reserved() -> dict[str, dict[str, dict[str, float]]]:
             for name, amount in bundle.items():
                 held[name] = held.get(name, 0.0) + amount
     return reserved
-
-
-def _plain(amounts: Mapping[str, Any]) -> dict[str, float]:
-    """Return amounts without Ray's internal entries (shadow resources of groups, one resource per node address)."""
-    return {
-        name: float(amount)
-        for name, amount in sorted(amounts.items())
-        if "_group_" not in name and not name.startswith(("node:", "bundle"))
-    }

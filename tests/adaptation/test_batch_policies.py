@@ -135,16 +135,24 @@ def test_another_form_is_refused_with_an_example(text: str) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (lambda: NoiseScaleBatch(factor=0), ValueError, r"NoiseScaleBatch\(factor\) must be above 0, but got 0"),
-        (lambda: NoiseScaleBatch(smoothing=1.0), ValueError, r"\(smoothing\) must be at least 0 and below 1"),
-        (lambda: NoiseScaleBatch(hysteresis=math.nan), ValueError, r"\(hysteresis\) must be at least 1, but got nan"),
-        (lambda: NoiseScaleBatch(growth=1), ValueError, r"\(growth\) must be above 1, but got 1"),
-        (lambda: NoiseScaleBatch(every=2.5), TypeError, r"\(every\) must be a whole number, but got 2.5"),
-        (lambda: NoiseScaleBatch(min_batch_size=64, max_batch_size=32), ValueError, r"\(max_batch_size\).* least 64"),
+        (
+            lambda: NoiseScaleBatch(factor=0),
+            ValueError,
+            r"NoiseScaleBatch\(factor\) must be above 0 and finite, but got 0",
+        ),
+        (lambda: NoiseScaleBatch(smoothing=1.0), ValueError, r"\(smoothing\) must be 0 or more and below 1"),
+        (
+            lambda: NoiseScaleBatch(hysteresis=math.nan),
+            ValueError,
+            r"\(hysteresis\) must be 1 or more and finite, but got nan",
+        ),
+        (lambda: NoiseScaleBatch(growth=1), ValueError, r"\(growth\) must be above 1 and finite, but got 1"),
+        (lambda: NoiseScaleBatch(every=2.5), TypeError, r"\(every\) must be a whole number, 1 or more, but got 2.5"),
+        (lambda: NoiseScaleBatch(min_batch_size=64, max_batch_size=32), ValueError, r"\(max_batch_size\).* 64 or more"),
         (lambda: BatchSchedule({}), TypeError, "with an entry"),
         (lambda: BatchSchedule([1, 2]), TypeError, r"must be a mapping or a text"),
-        (lambda: BatchSchedule({0: 0}), ValueError, r"schedule's batch\) must be at least 1, but got 0"),
-        (lambda: BatchSchedule({-1: 8}), ValueError, r"schedule's begin\) must be at least 0"),
+        (lambda: BatchSchedule({0: 0}), ValueError, r"schedule's batch\) must be a whole number, 1 or more, but got 0"),
+        (lambda: BatchSchedule({-1: 8}), ValueError, r"schedule's begin\) must be 0 or more"),
         (lambda: BatchSchedule({0: 8}, by="samples"), ValueError, "must be one of step, epoch, progress"),
     ],
 )

@@ -257,7 +257,7 @@ def test_a_trial_ends_with_the_group() -> None:
         (lambda: Interference([]), TypeError, r"\(strategies\) must be a list of names"),
         (lambda: Interference(["fp4"]), ValueError, r"\(strategies\) must be one of all_reduce, .*but got 'fp4'"),
         (lambda: Interference(threshold=1.0), ValueError, r"\(threshold\) must be above 0 and below 1"),
-        (lambda: Interference(window=0), ValueError, r"\(window\) must be at least 1"),
+        (lambda: Interference(window=0), ValueError, r"\(window\) must be a whole number, 1 or more"),
     ],
 )
 def test_arguments_are_checked_by_name(make: Any, error: type[Exception], said: str) -> None:

@@ -157,12 +157,20 @@ def test_a_run_that_is_small_already_is_not_resized() -> None:
     ("make", "error", "said"),
     [
         (lambda: EarlyStop(""), TypeError, r"EarlyStop\(metric\) must be the name of a metric"),
-        (lambda: EarlyStop(patience=0), ValueError, r"EarlyStop\(patience\) must be at least 1, but got 0"),
-        (lambda: EarlyStop(min_delta=-1), ValueError, r"\(min_delta\) must be at least 0"),
+        (
+            lambda: EarlyStop(patience=0),
+            ValueError,
+            r"EarlyStop\(patience\) must be a whole number, 1 or more, but got 0",
+        ),
+        (lambda: EarlyStop(min_delta=-1), ValueError, r"\(min_delta\) must be 0 or more"),
         (lambda: EarlyStop(mode="up"), ValueError, r"\(mode\) must be one of min, max, but got 'up'"),
         (lambda: LossPlateau(factor=1.0), ValueError, r"LossPlateau\(factor\) must be above 0 and below 1"),
         (lambda: LossPlateau(threshold_mode="x"), ValueError, r"\(threshold_mode\) must be one of rel, abs"),
-        (lambda: CostCap(0, price_per_worker_hour=1), ValueError, r"CostCap\(usd\) must be above 0, but got 0"),
+        (
+            lambda: CostCap(0, price_per_worker_hour=1),
+            ValueError,
+            r"CostCap\(usd\) must be above 0 and finite, but got 0",
+        ),
         (lambda: CostCap(1, price_per_worker_hour=0), ValueError, r"\(price_per_worker_hour\) must be above 0"),
         (lambda: CostCap(1, price_per_worker_hour=1, shrink_at=1.0), ValueError, r"\(shrink_at\).*below 1"),
         (lambda: CostCap("1", price_per_worker_hour=1), TypeError, r"\(usd\) must be a number, but got '1'"),

@@ -49,16 +49,16 @@ def test_requests_travel_as_json(request: Request) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Resize(0), "Resize(to) must be 1 or more workers, but got 0"),
+        (lambda: Resize(0), "Resize(to) must be a whole number of workers, 1 or more, but got 0"),
         (lambda: Resize(2, min=1), "either to, or min and max"),
         (lambda: Resize(min=3, max=2), "Resize(min) must be at most Resize(max), but got 3 and 2"),
-        (lambda: SetBatch(0), "SetBatch(batch_size) must be 1 or more samples"),
+        (lambda: SetBatch(0), "SetBatch(batch_size) must be a whole number of samples, 1 or more"),
         (lambda: ScaleRate(0.0), "must be above 0 and finite, but got 0.0"),
         (lambda: ScaleRate(float("nan")), "must be above 0 and finite"),
         (lambda: SetStrategy("al_reduce"), "must be one of all_reduce, two_level"),
-        (lambda: SetStrategy("bf16", model=-1), "SetStrategy(model) must be 0 or more"),
+        (lambda: SetStrategy("bf16", model=-1), "SetStrategy(model) must be a whole number, 0 or more"),
         (lambda: SetTopology("mesh"), "SetTopology(topology) must be one of native, two_level"),
-        (lambda: SetTopology("ring", model=-1), "SetTopology(model) must be 0 or more"),
+        (lambda: SetTopology("ring", model=-1), "SetTopology(model) must be a whole number, 0 or more"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(make: Any, text: str) -> None:

@@ -229,11 +229,19 @@ def test_growth_pays_exactly_when_utility_gains_more_than_cost() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (lambda: ThroughputScaling(every=0), ValueError, r"ThroughputScaling\(every\) must be at least 1, but got 0"),
-        (lambda: ThroughputScaling(stride=True), TypeError, r"\(stride\) must be a whole number, but got True"),
+        (
+            lambda: ThroughputScaling(every=0),
+            ValueError,
+            r"ThroughputScaling\(every\) must be a whole number, 1 or more, but got 0",
+        ),
+        (
+            lambda: ThroughputScaling(stride=True),
+            TypeError,
+            r"\(stride\) must be a whole number, 1 or more, but got True",
+        ),
         (lambda: ThroughputScaling(threshold="0.1"), TypeError, r"\(threshold\) must be a number"),
         (lambda: UtilityCost(10), TypeError, "utility must be pairs"),
-        (lambda: UtilityCost("1,2", price_per_worker_hour=-1), ValueError, r"\(price_per_worker_hour\).*at least 0"),
+        (lambda: UtilityCost("1,2", price_per_worker_hour=-1), ValueError, r"\(price_per_worker_hour\).*0 or more"),
     ],
 )
 def test_arguments_are_checked_by_name(make: Any, error: type[Exception], said: str) -> None:

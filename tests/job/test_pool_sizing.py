@@ -130,7 +130,7 @@ def test_the_pool_is_set_by_one_variable() -> None:
     [
         ("many=2", "must be 'off' or set some of per_node, total"),
         ("per_node=two", "must give per_node a int, but got 'two'"),
-        ("per_node=-1", "per_node of the pool must be a whole number from 0, but got -1"),
+        ("per_node=-1", "per_node of the pool must be a whole number, 0 or more, but got -1"),
         ("memory_share=2", "above 0 and at most 1, but got 2.0"),
         ("idle_s=0", "idle_s of the pool must be above 0 seconds and finite, but got 0.0"),
     ],

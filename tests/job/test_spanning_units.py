@@ -64,5 +64,5 @@ def test_meshes_of_two_dimensions_span_nodes(ray_cluster: Any, tmp_path: Path) -
 
 def test_units_that_no_nodes_hold_are_refused(ray_cluster: Any, tmp_path: Path) -> None:
     add_small_nodes(ray_cluster, 1)
-    with pytest.raises(er.errors.ImpossibleResourcesError, match="a unit of 2 workers needs 2 slot"):
+    with pytest.raises(er.errors.ImpossibleResourcesError, match="one unit needs 2 slot"):
         submit(tmp_path / "units", "tp", 2, 2)

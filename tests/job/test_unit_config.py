@@ -9,11 +9,9 @@ import ray.train
 import torch
 
 import elastic_ray as er
-from elastic_ray.driver.trainer import impossible
 from elastic_ray.parallel.refusals import refuse_in_unit
 from elastic_ray.unit import Unit, place_in, process_names, worker_of
 from elastic_ray.worker_group.failure_detector import FailureDetector
-from placement.cluster.cluster import Node
 
 
 def trainer(workers: Any, unit: Any, **options: Any) -> er.ElasticTrainer:
@@ -43,7 +41,7 @@ def test_workers_that_make_no_whole_units_are_refused() -> None:
         (lambda: Unit(rows=2), ValueError, "got 'rows'"),
         (lambda: Unit(tp=0), ValueError, "1 or more, but got 0"),
         (lambda: Unit(tp=True), TypeError, "got True"),
-        (lambda: er.SchedulingConfig(unit=0), ValueError, "unit must be 1 or more"),
+        (lambda: er.SchedulingConfig(unit=0), ValueError, "unit must be a whole number of workers, 1 or more"),
         (lambda: er.SchedulingConfig(unit="2"), TypeError, "unit must be a whole number"),
         (lambda: er.SchedulingConfig(unit=2, mixed_gpu_types=True), ValueError, "mixed_gpu_types is not supported"),
     ],
@@ -59,12 +57,6 @@ def test_what_a_model_cannot_have_in_units_is_named() -> None:
     er.fully_shard(sharded)
     with pytest.raises(ValueError, match=r"0.weight is sharded by elastic_ray.fully_shard.*unit_mesh"):
         refuse_in_unit(sharded)
-
-
-def test_unit_larger_than_any_node_is_refused() -> None:
-    node = Node(node_id="a", total={"CPU": 4.0}, free={"CPU": 4.0})
-    told = impossible({"CPU": 8.0}, 1, {}, [node], unit=4)
-    assert told is not None and "a unit of 4 workers needs 8 CPU, but no node has more than 4" in told
 
 
 def test_workers_along_shard_read_their_own_part() -> None:

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from elastic_ray.checkpoints.automatic import StateFile
+from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.cli.app import cli
-from elastic_ray.driver.replay import ReplayResult
+from elastic_ray.driver.replay import ReplayResult, Window
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.record.verification import Finding, verify_events
 from elastic_ray.state.progress import Link, hash_of_all
+from elastic_ray.state.resume_point import ResumePoint
 
 SAMPLES = 40
 
@@ -178,3 +181,13 @@ def test_another_model_contradicts_only_fixed_batches() -> None:
         result = ReplayResult(steps="steps 0 to 9", differences={"weight": off, "bias": 0.0}, adapts=adapts)
         assert result.proven is proven
         assert ("proves nothing" in str(result)) == (proven is None)
+
+
+def test_a_replay_that_ends_or_hangs_without_a_model(tmp_path: Path) -> None:
+    after = StateFile(path="state", resume_point=ResumePoint(epoch=0, steps=8), sha256="", size=0)
+    window = Window(run=RunStorage(str(tmp_path / "digits")), before=None, after=after, name="digits-replay-8")
+    window.replayed.create()
+    with pytest.raises(ValueError, match="the replay has ended before step 8"):
+        window.await_result(lambda: True, 60.0)
+    with pytest.raises(TimeoutError, match="the replay has not reached step 8 within 0 s"):
+        window.await_result(lambda: False, 0.0)

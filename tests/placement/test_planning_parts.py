@@ -10,7 +10,7 @@ import pytest
 
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Cluster
 from placement.cluster.jobs import JobView
-from placement.cluster.sizes import AllowedSizes
+from placement.cluster.sizes import AllowedSizes, MemoryNeed
 from placement.goodput.fitting import Observation
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
@@ -241,25 +241,71 @@ def test_constraints_concern_jobs_that_differ(facts: dict[str, Any], concerns: b
     assert not Constraints(tenants=(Tenant(name="t", weight=2.0),)).concern([view("a")])
 
 
+def in_zone(zone: str, slots: int) -> Cluster:
+    return Cluster(nodes=(dataclasses.replace(node("n0", slots), labels={"zone": zone}), node("n1", 2 * slots)))
+
+
 def two(**total: float) -> Cluster:
     """Two nodes: one has only CPUs, the other what is named."""
     return Cluster(nodes=(node("n0", 4), dataclasses.replace(node("n1", 0), total=total)))
 
 
+NEED = MemoryNeed(available_bytes=50, sharded_bytes=300)  # fits from 12 workers on
+
+
 @pytest.mark.parametrize(
     ("job", "nodes", "why"),
     [
-        (view("a", min_workers=8), cluster(4, 4), None),
-        (view("a", min_workers=8), Cluster(nodes=()), None),
-        (view("a", min_workers=8), Cluster(nodes=(node("n0", 4, free=0.0), node("n1", 4, free=0.0))), None),
-        (view("a", min_workers=9, max_workers=9), cluster(4, 4), "it needs 9 x 1 CPU, but the empty cluster holds 8"),
-        (view("a", bundle={"CPU": 5.0}), cluster(4, 4), "one worker needs 5 CPU, but the largest node has 4"),
-        (view("a", bundle={"CPU": 4.0}), cluster(4, 1), None),
-        (view("a", bundle={"CPU": 1.0, "GPU": 2.0}), two(CPU=0.0, GPU=2.0), "no single node has"),
-        (view("a", bundle={"CPU": 1.0, "GPU": 2.0}), two(CPU=1.0, GPU=2.0), None),
-        (view("a", label_selector={"zone": "b"}), cluster(4), "no node has the labels {'zone': 'b'}"),
+        (view("a", min_workers=8), cluster(4, 4), ""),
+        (view("a", min_workers=8), Cluster(nodes=()), ""),
+        (view("a", min_workers=8), Cluster(nodes=(node("n0", 4, free=0.0), node("n1", 4, free=0.0))), ""),
+        (view("a", bundle={"CPU": 4.0}), cluster(4, 1), ""),
+        (view("a", bundle={"CPU": 1.0, "GPU": 2.0}), two(CPU=1.0, GPU=2.0), ""),
+        (view("a", bundle={"CPU": 0.1}, min_workers=40, max_workers=40), cluster(4), ""),
+        (
+            view("a", min_workers=9, max_workers=9),
+            cluster(4, 4),
+            "it needs 9 x 1 CPU, but the empty cluster holds 8; .* for example to (8, 9), or add nodes",
+        ),
+        (
+            view("a", min_workers=12, max_workers=12, sizes=AllowedSizes(multiple_of=4)),
+            cluster(6, 4),
+            "the empty cluster holds 10; lower ScalingConfig(num_workers), for example to (8, 12)",
+        ),
+        (
+            view("a", min_workers=12, max_workers=12, sizes=AllowedSizes(memory=NEED)),
+            cluster(6, 4),
+            "the empty cluster holds 10; SchedulingConfig(memory=<from 12 on>) allows none so small",
+        ),
+        (
+            view("a", bundle={"CPU": 5.0}),
+            cluster(4, 4),
+            "one worker needs 5 CPU, but the largest node has 4; change ScalingConfig(.* or add a node with CPU",
+        ),
+        (
+            view("a", bundle={"CPU": 8.0}, unit=4),
+            cluster(4),
+            "one unit needs 8 CPU, but the largest node has 4; .* a unit is 4 workers",
+        ),
+        (
+            view("a", bundle={"CPU": 1.0, "GPU": 2.0}),
+            two(CPU=0.0, GPU=2.0),
+            "no single node has 1 CPU + 2 GPU together; change ScalingConfig(resources_per_worker)",
+        ),
+        (
+            view("a", label_selector={"zone": "b"}),
+            in_zone("a", 4),
+            "no node has the labels {'zone': 'b'}, there are zone=a; change ScalingConfig(label_selector)",
+        ),
+        (view("a", label_selector={"zone": "b"}), cluster(4), "there are none of these keys"),
+        (
+            view("a", bundle={"CPU": 5.0}, label_selector={"zone": "a"}),
+            in_zone("a", 4),
+            "but the largest node with the labels {'zone': 'a'} has 4",
+        ),
     ],
 )
-def test_why_a_job_could_never_run(job: JobView, nodes: Cluster, why: str | None) -> None:
+def test_why_a_job_could_never_run(job: JobView, nodes: Cluster, why: str) -> None:
     found = unsatisfiable(job, nodes)
-    assert found is None if why is None else found is not None and why in found.words
+    said = "" if found is None else found.of_unit(job.unit).explained
+    assert bool(said) == bool(why) and all(part in said for part in why.split(".*")), said

@@ -66,7 +66,7 @@ def test_what_a_file_leaves_out_is_as_before(tmp_path: Path) -> None:
         ("tenant: {a: }", "there is no setting 'tenant'; did you mean 'tenants'?"),
         ("tenants: {a: {wieght: 2}}", "tenants: a: there is no setting 'wieght'; did you mean 'weight'?"),
         ("tenants: {a: {weight: 0}}", "weight of tenant 'a' must be above 0 and finite, but got 0"),
-        ("tenants: {a: {weight: heavy}}", "tenants: a: weight must be a number, but got 'heavy'"),
+        ("tenants: {a: {weight: heavy}}", "tenants: weight of tenant 'a' must be a number, but got 'heavy'"),
         ("tenants: {a: {quota: {GPU: -1}}}", "quota['GPU'] of tenant 'a' must be 0 or more, but got -1"),
         ("tenants: {a: {quota: 3}}", "tenants: a: quota must be a mapping, but got 3"),
         ("tenants: [a]", "tenants must be a mapping"),

@@ -315,8 +315,8 @@ def test_when_the_ray_cluster_dies_finished_trials_are_kept(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"trial_concurrency": 0}, "trial_concurrency must be a whole number from 1, but got 0"),
-        ({"max_trial_number": 1.5}, "max_trial_number must be a whole number from 1, but got 1.5"),
+        ({"trial_concurrency": 0}, "trial_concurrency must be a whole number, 1 or more, but got 0"),
+        ({"max_trial_number": 1.5}, "max_trial_number must be a whole number, 1 or more, but got 1.5"),
         ({"metric": ""}, "metric must be the name of a reported metric"),
         ({"mode": "best"}, "mode must be 'max' or 'min', but got 'best'"),
         ({"promise": Promise(metric="default", mode="min")}, "promise.mode must be 'max', the experiment's mode, but"),

@@ -145,9 +145,9 @@ def test_a_size_is_within_what_the_trial_allows() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"deadline_s": 0}, "deadline_s must be above 0 seconds, but got 0"),
+        ({"deadline_s": 0}, "deadline_s must be above 0 seconds and finite, but got 0"),
         ({"deadline_s": math.inf}, "deadline_s must be"),
-        ({"budget_usd": -1, "usd_per_worker_h": 1}, "budget_usd must be above 0 USD, but got -1"),
+        ({"budget_usd": -1, "usd_per_worker_h": 1}, "budget_usd must be above 0 USD and finite, but got -1"),
         ({"budget_usd": 1}, "budget_usd needs usd_per_worker_h, the price of a worker"),
     ],
 )

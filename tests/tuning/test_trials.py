@@ -117,8 +117,9 @@ def test_a_metric_is_found_by_ray_tunes_name() -> None:
     assert [score_of(nested, name) for name in ("accuracy", "eval", "unset")] == [None] * 3
     assert score_of(nested, "accuracy", "default", "loss") == 1.0
     assert math.isnan(score_of(nested, "said") or 0.0)
+    assert math.isnan(score_of({"huge": 10**400}, "huge") or 0.0)
     assert lacks_metric(nested, PROMISE).endswith(
-        "metric='accuracy'), but what was reported is 'eval/accuracy', 'eval/top/5/mean', 'loss', 'said', 'unset': "
+        "metric='accuracy'), but what was reported is 'loss', 'eval/accuracy', 'eval/top/5/mean', 'said', 'unset': "
         'report it, or let the promise name what is (a nested metric as "eval/accuracy")'
     )
 

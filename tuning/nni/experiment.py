@@ -19,7 +19,7 @@ from elastic_ray.access import join
 from elastic_ray.checkpoints.run_directory import resolve
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.trainer import check_resources
-from placement.checks import is_whole
+from placement.checks import check_whole
 from placement.text import printable
 from tuning.nni.algorithms import check_together, promise_of, read_assessor, read_tuner
 from tuning.nni.manager import HOSTS, ExperimentState, Manager
@@ -114,9 +114,9 @@ class Experiment:
     ) -> None:
         chosen, judge = read_tuner(tuner, mode), read_assessor(assessor, mode)
         check_together(chosen, judge)
-        _check_count("trial_concurrency", trial_concurrency)
+        check_whole("trial_concurrency", trial_concurrency, least=1)
         if max_trial_number is not None:
-            _check_count("max_trial_number", max_trial_number)
+            check_whole("max_trial_number", max_trial_number, least=1)
         if not isinstance(metric, str) or not metric:
             raise ValueError(f"metric must be the name of a reported metric, but got {metric!r}")
         if name is not None and not re.fullmatch(_NAME, name):
@@ -316,11 +316,6 @@ def _agreed(promise: Promise | None, mode: str) -> Promise | None:
             "NNI's tuner takes for bad; set Experiment(mode=...) and Promise(mode=...) alike"
         )
     return promise
-
-
-def _check_count(label: str, value: Any) -> None:
-    if not is_whole(value, 1):
-        raise ValueError(f"{label} must be a whole number from 1, but got {value!r}")
 
 
 def _parameters(row: Mapping[str, Any]) -> Mapping[str, Any]:

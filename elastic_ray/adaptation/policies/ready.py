@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from elastic_ray.adaptation.policy import Policy
+from placement.checks import check_choice, check_number, check_whole
 
 
 class ReadyPolicy(Policy):
@@ -12,37 +11,17 @@ class ReadyPolicy(Policy):
 
     deadline_s = 2.0
 
-    def _number(
-        self,
-        name: str,
-        value: object,
-        *,
-        least: float = -math.inf,
-        above: float = -math.inf,
-        most: float = math.inf,
-        below: float = math.inf,
-    ) -> float:
-        """Check that an argument is a finite number within bounds, and return it."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{type(self).__name__}({name}) must be a number, but got {value!r}")
-        if math.isfinite(value) and value >= least and value > above and value <= most and value < below:
-            return float(value)
-        bounds = [
-            f"{said} {bound:g}"
-            for said, bound in (("at least", least), ("above", above), ("at most", most), ("below", below))
-            if math.isfinite(bound)
-        ]
-        said = " and ".join(bounds) or "finite"
-        raise ValueError(f"{type(self).__name__}({name}) must be {said}, but got {value}")
+    def _number(self, name: str, value: float, **bounds: float) -> float:
+        """Check that an argument is a finite number within ``bounds`` (:func:`check_number`), and return it."""
+        check_number(f"{type(self).__name__}({name})", value, finite=True, **bounds)  # type: ignore[arg-type]
+        return float(value)
 
-    def _whole(self, name: str, value: object, *, least: int) -> int:
-        """Check that a setting is an integer of at least `least`, and return it."""
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{type(self).__name__}({name}) must be a whole number, but got {value!r}")
-        return int(self._number(name, value, least=least))
+    def _whole(self, name: str, value: int, *, least: int) -> int:
+        """Check that an argument is a whole number of at least ``least``, and return it."""
+        check_whole(f"{type(self).__name__}({name})", value, least=least)
+        return value
 
-    def _one_of(self, name: str, value: object, known: tuple[str, ...]) -> str:
-        """Check that a setting is one of the `known` names, and return it."""
-        if value not in known:
-            raise ValueError(f"{type(self).__name__}({name}) must be one of {', '.join(known)}, but got {value!r}")
-        return str(value)
+    def _one_of(self, name: str, value: str, known: tuple[str, ...]) -> str:
+        """Check that an argument is one of the ``known`` names, and return it."""
+        check_choice(f"{type(self).__name__}({name})", value, known)
+        return value

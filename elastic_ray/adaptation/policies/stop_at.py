@@ -5,14 +5,14 @@ from __future__ import annotations
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.adaptation.requests import Stop
 from elastic_ray.adaptation.view import PolicyView
+from placement.checks import check_whole
 
 
 class StopAt(Policy):
     """Policy that ends the training after ``step`` committed steps, so that the last stored state is from that step."""
 
     def __init__(self, step: int) -> None:
-        if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-            raise ValueError(f"step must be a whole number from 1, but got {step!r}")
+        check_whole("step", step, least=1)
         self.step = step  # number of committed steps
 
     def before_step(self, view: PolicyView) -> Stop | None:

@@ -69,9 +69,9 @@ class TrackerThread:
         most: Maximum number of queued calls; further calls are dropped and counted.
     """
 
-    def __init__(self, name: str, tracker: Tracker, *, most: int = _MOST, hangs_s: float = _HANGS_S) -> None:
+    def __init__(self, name: str, tracker: Tracker, *, most: int = _MOST) -> None:
         self.name = name
-        self._tracker, self._most, self._hangs_s = tracker, most, hangs_s
+        self._tracker, self._most = tracker, most
         self._news = threading.Condition()
         self._calls: collections.deque[tuple[str, Callable[[], None], int]] = collections.deque()
         self._bytes = 0
@@ -128,8 +128,8 @@ class TrackerThread:
     def problems(self, now_s: float) -> tuple[str, ...]:
         """Return the tracker's problems since the previous call of this method, given the time [s, monotonic]."""
         running = self._running
-        if running is not None and now_s - running[1] > self._hangs_s:
-            self._warn(f"hangs {running[0]}", f"does not return from {running[0]} for {self._hangs_s:g} s")
+        if running is not None and now_s - running[1] > _HANGS_S:
+            self._warn(f"hangs {running[0]}", f"does not return from {running[0]} for {_HANGS_S:g} s")
         if self._left_out:
             self._warn("full", f"is too slow: {len(self._calls)} calls wait, and further ones are left out")
         found = tuple(self._problems)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_ray.batch.reports import StepReport
-from elastic_ray.events import EventKind, JobEvent
+from elastic_ray.events import EventKind, JobEvent, flattened
 
 PREFIX = "elastic/"
 """What begins the names of the job's own numbers, beside those that the user reports."""
@@ -68,17 +68,15 @@ def job_numbers(
     return JobNumbers(time_s=time_s, step=report.total_steps, values=known)
 
 
-def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return reported metrics that are numbers, keyed by ``prefix`` + name, with nested names as ``outer/inner``."""
+def flat_numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return reported metrics that are numbers, keyed by name, with nested names as ``outer/inner``."""
     found: dict[str, float] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flat_numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
+    for name, value in flattened(values):
+        if isinstance(value, int | float):
             try:
-                found[f"{prefix}{name}"] = float(value)
+                found[name] = float(value)
             except OverflowError:  # a whole number beyond all floats
-                found[f"{prefix}{name}"] = math.inf if value > 0 else -math.inf
+                found[name] = math.inf if value > 0 else -math.inf
     return found
 
 

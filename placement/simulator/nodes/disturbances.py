@@ -45,9 +45,7 @@ class Disturbances:
         for field in ("repair_s", "slow_for_s"):
             check_number(field, getattr(self, field), above=0, unit="seconds", error=InputError)
         check_number("slow_factor", self.slow_factor, least=1, error=InputError)
-        if not 0 <= self.interference < 1:
-            raise InputError(f"interference must be at least 0 and below 1, but got {self.interference}")
-
+        check_number("interference", self.interference, least=0, below=1, error=InputError)
         if "" in self.spot and len(self.spot) > 1:
             raise InputError("spot must be one trace for all nodes, or one a GPU type, but got both")
 
@@ -161,8 +159,7 @@ def _counts(text: str, source: str) -> SpotTrace:
         gap_s, counts = found["metadata"]["gap_seconds"], found["data"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"spot trace {source} must hold metadata.gap_seconds and data: {error!r}") from error
-    if isinstance(gap_s, bool) or not isinstance(gap_s, (int, float)) or not gap_s > 0:
-        raise InputError(f"metadata.gap_seconds of spot trace {source} must be above 0 seconds, but got {gap_s!r}")
+    check_number(f"metadata.gap_seconds of spot trace {source}", gap_s, above=0, unit="seconds", error=InputError)
     if not isinstance(counts, list) or not counts:
         raise InputError(f"data of spot trace {source} must be a list of counts, but got {type(counts).__name__}")
     for i, count in enumerate(counts):

@@ -34,11 +34,6 @@ class AutoscaledCluster:
             check_number(field, getattr(self, field), least=0, unit="seconds", finite=True, error=InputError)
         check_number("expected_h", self.expected_h, above=0, unit="hours", error=InputError)
 
-    def __str__(self) -> str:
-        """Return text with the class's former name, to keep simulation reports comparable."""
-        fields = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self))
-        return f"Autoscaling({fields})"
-
     def check(self, rules: Rules, disturbances: Disturbances) -> None:
         """Raise InputError if autoscaling does not support these rules or disturbances, such as failing nodes."""
         if rules.round_s is not None:

@@ -182,6 +182,3 @@ class SimulationReport:
     def log_lines(self) -> Sequence[str]:
         """Return the decision log as lines of text, which are byte-identical for the same seed."""
         return [f"{record.time_s!r} {record} {dict(record.nodes)!r}" for record in self.log]
-
-
-"""The name that users import from ``placement.simulator``."""

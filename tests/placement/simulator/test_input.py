@@ -24,8 +24,8 @@ def test_a_trace_is_read_in_the_order_of_time(tmp_path: Path) -> None:
     ("jobs", "message"),
     [
         ([("a", 0, "toy", 1, 32), ("a", 1, "toy", 1, 32)], "'a' occurs more than once"),
-        ([("a", -1, "toy", 1, 32)], "time of job 'a' must be 0 seconds or more, but got -1"),
-        ([("a", "nan", "toy", 1, 32)], "time of job 'a' must be 0 seconds or more, but got nan"),
+        ([("a", -1, "toy", 1, 32)], "time of job 'a' must be 0 seconds or more and finite, but got -1"),
+        ([("a", "nan", "toy", 1, 32)], "time of job 'a' must be 0 seconds or more and finite, but got nan"),
         ([("a", 0, "resnet", 1, 32)], r"must have a profile \(toy\), but got 'resnet'"),
         ([("a", 0, "toy", 0, 32)], "num_replicas of job 'a' must be 1 or more, but got 0"),
         ([("a", "soon", "toy", 1, 32)], "line 2: could not convert string to float: 'soon'"),

@@ -16,6 +16,7 @@ from elastic_ray.observe.page.model import JobDetail, PageSnapshot
 from elastic_ray.observe.page.source import ActionRefusedError, ClusterLook, JobAnswer, JobFacts, JobLook, NodeLook
 from elastic_ray.observe.process_look import LookRefusedError, inspect_process
 from placement.allocator.snapshot import AllocatorLook
+from placement.cluster.cluster import schedulable
 from placement.errors import InputError
 from placement.policies import POLICIES
 from placement.ray_cluster.named_actors import ALLOCATOR, find_actor, names_of_actors
@@ -60,6 +61,7 @@ def compare(
 _PREFIX = "job:"
 _ANSWER_S = 3.0  # of all that are asked in one look
 _ACTION_S = 10.0
+_PERIOD_S = 0.5
 _REST = 3.0  # times the allocator's answer took
 _LONGEST_S = 5.0
 _EXPLAINED_S = 3.0
@@ -71,15 +73,13 @@ _DONE = {
     "resume": "it continues as soon as there are slots for it",
     "stop": "it stops after the step in progress",
 }
-_BOOKKEEPING = ("node:", "bundle", "object_store_memory", "accelerator_type:")
 
 
 class LiveCluster:
     """Data source of the page for the running cluster that this process has joined."""
 
-    def __init__(self, name: str, *, actions: bool, period_s: float = 0.5) -> None:
+    def __init__(self, name: str, *, actions: bool) -> None:
         self._page = ClusterPage(name, actions=actions)
-        self._period_s = period_s
         self._controllers: dict[str, Any] = {}  # by the actor's name
         self._jobs: dict[str, str] = {}  # job by actor
         self._told: dict[str, int] = {}  # events by job
@@ -91,7 +91,7 @@ class LiveCluster:
     @property
     def period_s(self) -> float | None:
         """Time between two polls [s]; longer if the allocator is slow to answer, to avoid overloading it."""
-        return max(self._period_s, min(_REST * self._answer_s, _LONGEST_S))
+        return max(_PERIOD_S, min(_REST * self._answer_s, _LONGEST_S))
 
     def poll(self, now_s: float) -> PageSnapshot:
         """Poll the allocator, controllers and control store, and return the entire page."""
@@ -241,9 +241,9 @@ def _nodes() -> tuple[NodeLook, ...]:
             node=str(node["NodeID"]),
             address=str(node.get("NodeManagerAddress", "")),
             total={
-                name: float(amount)
-                for name, amount in node["Resources"].items()
-                if "_group_" not in name and not name.startswith(_BOOKKEEPING)
+                name: amount
+                for name, amount in schedulable(node["Resources"]).items()
+                if not name.startswith(("object_store_memory", "accelerator_type:"))
             },
             labels=dict(node.get("Labels") or {}),
         )
