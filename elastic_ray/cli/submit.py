@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from elastic_ray.cli.output import json_option, read_workers, say, show_json
 from elastic_ray.driver.overrides import Overrides, as_field, fresh_name, login_name, parse_workers
 from placement.arguments import meant
 from placement.errors import InputError
+from placement.unique_keys import compose_yaml, load_json, load_yaml
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -41,7 +41,7 @@ def read_job_file(path: Path) -> JobFile:
     """Return the options of ``elastic-ray submit`` in a job file."""
     try:
         text = path.read_text(encoding="utf-8")
-        plain, as_written = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+        plain, as_written = load_yaml(text), compose_yaml(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     known = [field.name for field in dataclasses.fields(JobFile)]
@@ -304,7 +304,7 @@ def check_name(name: str) -> str:
 def read_env(text: str) -> dict[str, Any]:
     """Return Ray's runtime environment, parsed from JSON text."""
     try:
-        env = json.loads(text)
+        env = load_json(text)
     except ValueError as error:
         raise click.BadParameter(f"must be JSON, but {error}", param_hint="--runtime-env-json") from None
     if not isinstance(env, dict):
