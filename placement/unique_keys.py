@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -22,17 +23,24 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
 
 def compose_yaml(text: str) -> Any:
     """Return YAML text as nodes, with the text of each value as written. Raises yaml.YAMLError."""
-    return yaml.compose(text, Loader=_Loader)
+    return _parsed(yaml.compose, yaml.YAMLError, text, Loader=_Loader)
 
 
 def load_yaml(text: str) -> Any:
     """Return the value of YAML text. Raises yaml.YAMLError, also for a key that occurs twice in a mapping."""
-    return yaml.load(text, Loader=_Loader)
+    return _parsed(yaml.load, yaml.YAMLError, text, Loader=_Loader)
 
 
 def load_json(text: str) -> Any:
     """Return the value of JSON text. Raises ValueError, also for a key that occurs twice in an object."""
-    return json.loads(text, object_pairs_hook=_once)
+    return _parsed(json.loads, ValueError, text, object_pairs_hook=_once)
+
+
+def _parsed(parse: Callable[..., Any], invalid: type[Exception], text: str, **options: Any) -> Any:
+    try:
+        return parse(text, **options)
+    except RecursionError as error:
+        raise invalid("it is nested too deeply") from error
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -169,6 +170,8 @@ def read_run(config: RunConfig | None) -> RunOptions:
     keep = checkpoints.num_to_keep
     if keep is not None and not (_is_int(keep) and keep >= 1):
         raise ValueError(f"CheckpointConfig(num_to_keep) must be None or a whole number from 1, but got {keep!r}")
+    if not isinstance(config.storage_path, str | os.PathLike):
+        raise ValueError(f"RunConfig(storage_path) must be a path or a URI, but got {config.storage_path!r}")
     return RunOptions(
         name=job_name(config.name),
         callbacks=callbacks,

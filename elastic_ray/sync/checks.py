@@ -53,8 +53,7 @@ def parse_json(text: str) -> Any:
     """Parse untrusted JSON text; raise StrategyError if it is invalid, too long, too deep or repeats a field."""
     if len(text) > _MOST_TEXT:
         raise StrategyError(f"a strategy's JSON must have at most {_MOST_TEXT} characters, but it has {len(text)}")
-
     try:
         return load_json(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise StrategyError(f"a strategy must be JSON as Strategy.to_json() writes it, but {error}") from None

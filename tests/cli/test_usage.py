@@ -53,6 +53,7 @@ def test_help_names_every_command_without_loading_ray_or_torch() -> None:
         (["submit", __file__, "--runtime-env-json", "{"], "must be JSON"),
         (["submit", __file__, "--runtime-env-json", "[]"], "must be a JSON object"),
         (["submit", __file__, "--runtime-env-json", '{"pip": [], "pip": []}'], "key 'pip' occurs twice"),
+        (["submit", __file__, "--runtime-env-json", 10**5 * "["], "nested too deeply"),
         (["submit", __file__, "--working-dir", "examples"], "must contain the script"),
         (["submit", __file__, "--wait", "--json"], "choose one"),
         (["simulate", "--live", "--nodes"], "Option '--nodes' requires an argument"),

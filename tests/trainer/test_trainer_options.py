@@ -168,6 +168,7 @@ def test_a_callback_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
     [
         (RunConfig(name="a/b"), r"RunConfig\(name\) must start with .*but got 'a/b'"),
         (RunConfig(name="../up"), r"RunConfig\(name\) must"),
+        (RunConfig(storage_path=3), r"storage_path\) must be a path or a URI, but got 3"),
         (RunConfig(failure_config=FailureConfig(max_failures=-2)), r"from -1 \(no limit\), but got -2"),
         (RunConfig(failure_config=FailureConfig(controller_failure_limit=2)), "controller_failure_limit=2"),  # type: ignore[call-arg]
         (RunConfig(failure_config=FailureConfig(max_preemption_failures=2)), "max_preemption_failures=2"),  # type: ignore[call-arg]
