@@ -67,6 +67,7 @@ def read_job_file(path: Path) -> JobFile:
             said["workers"] = parse_workers(str(_field(as_written, "workers").value))  # YAML takes 1:8 for 68 seconds
         except ValueError as error:
             raise InputError(f"{path}: {error}") from None
+    _check_env(said.get("runtime_env", {}), f"{path}: runtime_env")
     if "scheduling" in said:
         _check_scheduling(path, said["scheduling"])
     if "arguments" in said:
@@ -97,6 +98,18 @@ def _check_scheduling(path: Path, given: Mapping[str, Any]) -> None:
         SchedulingConfig(**{name: as_field(value) for name, value in given.items()})
     except (TypeError, ValueError) as error:
         raise InputError(f"{path}: scheduling: {error}") from None
+
+
+def _check_env(env: Mapping[str, Any], what: str) -> None:
+    """Raise InputError for fields of Ray's runtime environment that a submission would ignore."""
+    from elastic_ray.driver.ray_train_config import check_env_fields  # imports Ray
+
+    if "working_dir" in env:
+        raise InputError(f"{what}: working_dir is an option of its own: --working-dir, or a job file's working_dir")
+    try:
+        check_env_fields(env, what)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def _field(mapping: Any, field: str) -> Any:
@@ -309,4 +322,8 @@ def read_env(text: str) -> dict[str, Any]:
         raise click.BadParameter(f"must be JSON, but {error}", param_hint="--runtime-env-json") from None
     if not isinstance(env, dict):
         raise click.BadParameter(f"must be a JSON object, but got {text}", param_hint="--runtime-env-json")
+    try:
+        _check_env(env, "--runtime-env-json")
+    except InputError as error:
+        raise click.UsageError(str(error)) from None
     return env

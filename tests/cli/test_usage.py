@@ -53,6 +53,8 @@ def test_help_names_every_command_without_loading_ray_or_torch() -> None:
         (["submit", __file__, "--runtime-env-json", "{"], "must be JSON"),
         (["submit", __file__, "--runtime-env-json", "[]"], "must be a JSON object"),
         (["submit", __file__, "--runtime-env-json", '{"pip": [], "pip": []}'], "key 'pip' occurs twice"),
+        (["submit", __file__, "--runtime-env-json", '{"pipp": []}'], "no field 'pipp'; did you mean 'pip'?"),
+        (["submit", __file__, "--runtime-env-json", '{"working_dir": "."}'], "option of its own: --working-dir"),
         (["submit", __file__, "--runtime-env-json", 10**5 * "["], "nested too deeply"),
         (["submit", __file__, "--working-dir", "examples"], "must contain the script"),
         (["submit", __file__, "--wait", "--json"], "choose one"),

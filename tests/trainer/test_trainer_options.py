@@ -182,6 +182,14 @@ def test_what_a_run_cannot_be_is_refused(config: Any, message: str) -> None:
         read_run(config)
 
 
+def test_a_field_that_no_runtime_environment_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = RunConfig(worker_runtime_env={"pipp": ["einops"]})  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="no field 'pipp'; did you mean 'pip'"):
+        read_run(config)
+    monkeypatch.setenv("RAY_RUNTIME_ENV_PLUGINS", '[{"class": "some.PippPlugin"}]')
+    assert read_run(config).runtime_env == {"pipp": ["einops"]}
+
+
 @pytest.mark.parametrize("env", [{"working_dir": "."}, {"py_modules": ["."]}, {"env_vars": {"A": 1}}, {"pip": 3}])
 def test_runtime_environment_that_ray_refuses_is_refused_at_once(env: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=r"RunConfig\(worker_runtime_env\) must be one that Ray accepts"):
