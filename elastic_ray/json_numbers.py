@@ -39,8 +39,13 @@ def load(text: str | bytes) -> Any:
 
     >>> load('{"loss": {"__float__": "-Infinity"}}')
     {'loss': -inf}
+
+    Raises ValueError if the text is not JSON, or nested too deeply.
     """
-    return json.loads(text, object_hook=_unmarked)
+    try:
+        return json.loads(text, object_hook=_unmarked)
+    except RecursionError as error:
+        raise ValueError("the JSON is nested too deeply") from error
 
 
 def dumpable(metrics: Mapping[Any, Any]) -> dict[str, Any]:

@@ -73,6 +73,8 @@ def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tupl
             With ``filesystem``, a path on that file system, without a scheme.
         filesystem: custom file system; None derives it from ``storage_path``.
     """
+    if not storage_path.strip():  # what a shell makes of an unset variable: never the current directory
+        raise ValueError(f"storage_path must name a directory or a bucket, but got {storage_path!r}")
     if filesystem is not None:
         return filesystem, storage_path.rstrip("/") or "/"
     if "://" not in storage_path:

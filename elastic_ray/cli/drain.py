@@ -7,7 +7,7 @@ import time
 import click
 
 from elastic_ray.cli.listings import SHORT_ID
-from elastic_ray.cli.output import say
+from elastic_ray.cli.output import Seconds, say
 
 _LOOK_S = 0.5
 
@@ -22,7 +22,7 @@ def _read_label(ctx: click.Context, param: click.Parameter, value: str | None) -
 @click.command(short_help="Move all jobs off nodes.")
 @click.argument("names", nargs=-1, metavar="[NODE]...")
 @click.option("--label", callback=_read_label, metavar="KEY=VALUE", help="All nodes with this label.")
-@click.option("--deadline", "deadline_s", type=click.FloatRange(min=1), default=600.0, show_default=True, help="[s]")
+@click.option("--deadline", "deadline_s", type=Seconds(min=1, max=1e9), default=600.0, show_default=True, help="[s]")
 @click.option("--reason", default="maintenance", show_default=True, help="What jobs and the page show.")
 def drain(names: tuple[str, ...], label: tuple[str, str] | None, deadline_s: float, reason: str) -> None:
     """Move all elastic jobs off these nodes between two steps; Ray starts nothing new on them.
@@ -36,7 +36,7 @@ def drain(names: tuple[str, ...], label: tuple[str, str] | None, deadline_s: flo
     from placement.ray_cluster.snapshot import read_nodes
 
     if bool(names) == (label is not None):
-        raise click.UsageError("give either node names or --label, not both")
+        raise click.UsageError("give either node names or --label, and not both")
     cluster.connect()
     if label is not None:
         meant = [node.node_id for node in read_nodes() if node.labels.get(label[0]) == label[1]]

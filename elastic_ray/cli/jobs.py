@@ -265,6 +265,8 @@ def resize(job: str, workers: int | None) -> None:
 
     cluster.connect()
     found = cluster.find_job(job)
+    if (phase := found.status().phase).ended:  # its driver has not collected the result yet
+        raise click.ClickException(f"job {found.answers.job!r} cannot be resized: it has ended ({phase.value})")
     if workers is None:
         found.ask("release")
         say(f"job {found.answers.job}: its size is the allocator's again")

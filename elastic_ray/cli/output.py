@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,17 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+class Seconds(click.FloatRange):
+    """Number of seconds within a range; unlike in ``click.FloatRange``, nan is in no range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number. Raises a usage error if it is not one, or not in the range."""
+        found = float(super().convert(value, param, ctx))
+        if math.isnan(found):
+            self.fail(f"must be a number of seconds, but got {value!r}", param, ctx)
+        return found
+
+
 metric_option = click.option(
     "--metric", default="", metavar="NAME", help="Show this reported metric, such as eval/loss."
 )
@@ -121,7 +133,7 @@ def read_size(ctx: click.Context, param: click.Parameter, value: str) -> int | N
     """Parse a number of workers, at least 1; ``auto`` gives None."""
     if value == "auto":
         return None
-    if not (value.isascii() and value.isdigit()) or int(value) < 1:
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", value):
         raise click.BadParameter(
             f"must be a number of workers from 1, or auto to leave it to the allocator, but got {value!r}", ctx, param
         )

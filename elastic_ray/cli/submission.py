@@ -82,7 +82,7 @@ def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, ru
                 metadata={_NAME: name},
             )
             return
-        except (RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, TypeError, OSError) as error:
             if _TAKEN in str(error):
                 raise TakenError(submission) from error
             if _NO_AGENT not in str(error) or time.monotonic() > deadline:

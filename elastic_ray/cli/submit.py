@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from elastic_ray.cli.output import json_option, read_workers, say, show_json
 from elastic_ray.driver.overrides import Overrides, as_field, fresh_name, login_name, parse_workers
 from placement.arguments import meant
 from placement.errors import InputError
+from placement.unique_keys import compose_yaml, load_json, load_yaml
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -41,7 +41,7 @@ def read_job_file(path: Path) -> JobFile:
     """Return the options of ``elastic-ray submit`` in a job file."""
     try:
         text = path.read_text(encoding="utf-8")
-        plain, as_written = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+        plain, as_written = load_yaml(text), compose_yaml(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     known = [field.name for field in dataclasses.fields(JobFile)]
@@ -67,6 +67,7 @@ def read_job_file(path: Path) -> JobFile:
             said["workers"] = parse_workers(str(_field(as_written, "workers").value))  # YAML takes 1:8 for 68 seconds
         except ValueError as error:
             raise InputError(f"{path}: {error}") from None
+    _check_env(said.get("runtime_env", {}), f"{path}: runtime_env")
     if "scheduling" in said:
         _check_scheduling(path, said["scheduling"])
     if "arguments" in said:
@@ -97,6 +98,18 @@ def _check_scheduling(path: Path, given: Mapping[str, Any]) -> None:
         SchedulingConfig(**{name: as_field(value) for name, value in given.items()})
     except (TypeError, ValueError) as error:
         raise InputError(f"{path}: scheduling: {error}") from None
+
+
+def _check_env(env: Mapping[str, Any], what: str) -> None:
+    """Raise InputError for fields of Ray's runtime environment that a submission would ignore."""
+    from elastic_ray.driver.ray_train_config import check_env_fields  # imports Ray
+
+    if "working_dir" in env:
+        raise InputError(f"{what}: working_dir is an option of its own: --working-dir, or a job file's working_dir")
+    try:
+        check_env_fields(env, what)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def _field(mapping: Any, field: str) -> Any:
@@ -304,9 +317,13 @@ def check_name(name: str) -> str:
 def read_env(text: str) -> dict[str, Any]:
     """Return Ray's runtime environment, parsed from JSON text."""
     try:
-        env = json.loads(text)
+        env = load_json(text)
     except ValueError as error:
         raise click.BadParameter(f"must be JSON, but {error}", param_hint="--runtime-env-json") from None
     if not isinstance(env, dict):
         raise click.BadParameter(f"must be a JSON object, but got {text}", param_hint="--runtime-env-json")
+    try:
+        _check_env(env, "--runtime-env-json")
+    except InputError as error:
+        raise click.UsageError(str(error)) from None
     return env

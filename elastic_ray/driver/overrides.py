@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from elastic_ray.config import SchedulingConfig
 
 from placement.arguments import meant
+from placement.unique_keys import load_json
 
 WORKERS = "ELASTIC_RAY_WORKERS"
 USE_GPU = "ELASTIC_RAY_USE_GPU"
@@ -61,7 +62,8 @@ _KNOWN = (
 
 _FORMAT = "%m%d-%H%M%S"
 _MOST_LETTERS = 60  # of a name of at most 128
-_RANGE = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")
+_NUMBER = re.compile("[0-9]{1,9}")
+_RANGE = re.compile("([0-9]{1,9})(?::([0-9]{1,9}))?")
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +158,7 @@ def read_overrides(environment: Mapping[str, str]) -> Overrides:
     except ValueError as error:
         raise ValueError(f"{WORKERS}: {error}") from None
     scheduling, command = _read(environment, SCHEDULING, dict, "object"), _read(environment, COMMAND, list, "list")
-    if not (replay := environment.get(REPLAY, "") or "0").isdecimal():
+    if not _NUMBER.fullmatch(replay := environment.get(REPLAY, "") or "0"):
         raise ValueError(f"{REPLAY} must be a number of steps, but got {replay!r}")
     return Overrides(
         workers=limits,
@@ -201,7 +203,7 @@ def _read(environment: Mapping[str, str], name: str, kind: type[Any], called: st
     if not (text := environment.get(name)):
         return kind()
     try:
-        found = json.loads(text)
+        found = load_json(text)
     except ValueError as error:
         raise ValueError(f"{name} must be JSON, but got {text!r}: {error}") from None
     if not isinstance(found, kind):

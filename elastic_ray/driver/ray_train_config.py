@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 # What `from ray.train import ...` gives at run time; type checkers see Ray Train's older classes there.
 import ray
+from ray.runtime_env import RuntimeEnv
 from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 from elastic_ray.job_spec import RunSettings
-from placement.arguments import check_argument_names
+from placement.arguments import check_argument_names, meant
 from placement.checks import check_number, check_switch, check_whole
 from placement.cluster.cluster import check_selector
 
@@ -22,6 +24,7 @@ _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
 _RAYS_DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 _ACCELERATOR = "accelerator_type:"
 _GIVEN_UP = "DEPRECATED"  # what Ray Train's classes hold for it
+_PLUGINS = "RAY_RUNTIME_ENV_PLUGINS"  # which bring fields of their own
 _WHOLE_ABOVE_ONE = ("GPU", "TPU", "neuron_cores", "NPU", "HPU")
 
 
@@ -166,6 +169,8 @@ def read_run(config: RunConfig | None) -> RunOptions:
     keep = checkpoints.num_to_keep
     if keep is not None:
         check_whole("CheckpointConfig(num_to_keep)", keep, least=1)
+    if not isinstance(config.storage_path, str | os.PathLike):
+        raise ValueError(f"RunConfig(storage_path) must be a path or a URI, but got {config.storage_path!r}")
     return RunOptions(
         name=job_name(config.name),
         callbacks=callbacks,
@@ -238,12 +243,21 @@ def job_name(name: Any) -> str | None:
     return name
 
 
+def check_env_fields(env: Mapping[str, Any], what: str) -> None:
+    """Raise ValueError for a field that Ray's runtime environments do not have: Ray would ignore it silently."""
+    known = {field for name in RuntimeEnv.known_fields for field in (name, name.removeprefix("_"))}
+    for field in env:
+        if field not in known and not os.environ.get(_PLUGINS):
+            raise ValueError(f"{what}: there is no field {field!r}{meant(field, {n for n in known if n[0] != '_'})}")
+
+
 def _runtime_env(env: Any) -> dict[str, Any]:
     """Return the runtime environment of a job's actors; raise TypeError or ValueError if Ray refuses it."""
     if env is None:
         return {}
     if not isinstance(env, Mapping):
         raise TypeError(f"RunConfig(worker_runtime_env) must be a dict or RuntimeEnv, but got {env!r}")
+    check_env_fields(env, "RunConfig(worker_runtime_env)")
     try:  # Ray's own check of an actor's, which none of them would pass later
         ray.remote(_runtime_env).options(runtime_env=dict(env))
     except (TypeError, ValueError) as error:

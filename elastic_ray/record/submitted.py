@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 
 from elastic_ray.events import EventKind, JobEvent
-from elastic_ray.json_numbers import build, known_fields
+from elastic_ray.json_numbers import build, known_fields, load
 from placement.versions import check_format
 
 _FORMAT = 1
@@ -40,7 +40,7 @@ class SubmittedJob:
     @classmethod
     def from_json(cls, text: str | bytes) -> SubmittedJob:
         """Parse the output of :meth:`to_json`. Raises ValueError if the text is invalid."""
-        values = json.loads(text)
+        values = load(text)
         if not isinstance(values, dict):
             raise ValueError(f"a submission must be a JSON object, but got {values!r:.80}")
         check_format(values, _FORMAT)

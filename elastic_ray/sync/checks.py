@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from placement.checks import check_whole
+from placement.unique_keys import load_json
 
 # Far above what is of use: a strategy may come from a file of somebody else's.
 _MOST_TEXT = 1 << 20
@@ -53,16 +53,7 @@ def parse_json(text: str) -> Any:
     """Parse untrusted JSON text; raise StrategyError if it is invalid, too long, too deep or repeats a field."""
     if len(text) > _MOST_TEXT:
         raise StrategyError(f"a strategy's JSON must have at most {_MOST_TEXT} characters, but it has {len(text)}")
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise StrategyError(f"a field occurs twice in {[name for name, _ in pairs]}")
-        return found
-
     try:
-        return json.loads(text, object_pairs_hook=once)
-    except StrategyError:
-        raise
-    except (ValueError, RecursionError) as error:
+        return load_json(text)
+    except ValueError as error:
         raise StrategyError(f"a strategy must be JSON as Strategy.to_json() writes it, but {error}") from None

@@ -222,7 +222,9 @@ class ActorControllerClient:
             gpu_memory=gpu_memory(),
             position=self._position,
         )
-        self.push(beat)
+        sent = self.push(beat)
+        if ending and report is not None:  # else the run's result may overtake it: a finished job at 59 of 60 epochs
+            ray.wait([sent], timeout=_ON_THE_WAY_S)
 
     def report_soon(self) -> None:
         self.wanted.set()

@@ -17,6 +17,7 @@ from placement.checks import check_whole
 from placement.cluster.node_types import NodeType
 from placement.errors import InputError, reading
 from placement.planning.tenants import Tenant
+from placement.unique_keys import load_yaml
 
 _Made = TypeVar("_Made")
 _SECTIONS = ("tenants", "priorities", "autoscaling", "page")
@@ -38,7 +39,7 @@ class OperatorSettings:
     def from_file(cls, path: str | Path) -> OperatorSettings:
         """Read an operator's settings from a file."""
         with reading(str(path), yaml.YAMLError):
-            plain = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            plain = load_yaml(Path(path).read_text(encoding="utf-8"))
         return cls.from_plain({} if plain is None else plain, where=str(path), folder=Path(path).parent)
 
     @classmethod

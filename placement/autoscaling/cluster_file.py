@@ -22,6 +22,7 @@ from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT
 from placement.cluster.node_types import NodeType, check_types
 from placement.cluster.price_table import PriceTable, read_prices
 from placement.errors import InputError, reading
+from placement.unique_keys import load_yaml
 
 SPOT_LASTS_H = 12.0
 """How long a spot node is expected to last before any was seen [h]."""
@@ -68,7 +69,7 @@ def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> Clu
     the file, the type, and a correct value.
     """
     with reading(f"cluster file {path}", yaml.YAMLError):
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        found = load_yaml(Path(path).read_text(encoding="utf-8"))
     if not isinstance(found, dict):
         raise InputError(f"cluster file {path} must hold a mapping, but holds {type(found).__name__}")
     kuberay = found.get("kind") == "RayCluster"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from placement.checks import check_number, check_whole
 from placement.errors import InputError, reading
+from placement.unique_keys import load_json
 
 COLUMNS = ("type", "on_demand", "spot")
 """Columns that a price file must have; ``gpu`` and ``gpus`` (see ``Price``) may follow."""
@@ -103,7 +103,7 @@ def read_prices(path: str | Path) -> PriceTable:
     """Read a price table from a CSV file, or a JSON list of objects, that has the columns listed in ``COLUMNS``."""
     with reading(f"prices {path}", ValueError):
         text = Path(path).read_text(encoding="utf-8")
-        rows: Any = json.loads(text) if Path(path).suffix == ".json" else list(csv.DictReader(text.splitlines()))
+        rows: Any = load_json(text) if Path(path).suffix == ".json" else list(csv.DictReader(text.splitlines()))
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"prices {path} must hold rows with {', '.join(COLUMNS)}, but has none")
     return PriceTable(source=str(path), prices=_prices(rows, str(path)))

@@ -6,15 +6,19 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import ray
+
 from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.config import SchedulingConfig
+from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.events import EventKind
 from elastic_ray.job.supervisor import BatchChanges
 from elastic_ray.job.worker_messages import WorkerMessages
-from elastic_ray.worker.actor_controller_client import HeartbeatThread
+from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
 from elastic_ray.worker.messages import WorkerHeartbeat, WorkerNotice
 from tests.job.planners import planner_on, report
 
@@ -123,6 +127,33 @@ def test_a_controller_hears_at_once_what_may_not_wait() -> None:
     finally:
         beats.stop()
     assert link.reports == ["the account"] * 2, "the last one says how far it came"
+
+
+@ray.remote(num_cpus=0)
+class SlowController:
+    """Takes its time over each message, as on a busy head."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    async def push(self, message: Any) -> None:
+        await asyncio.sleep(1.0)
+        self.heard.append(message.report)
+
+    async def answer(self) -> list[str]:
+        return self.heard
+
+
+@pytest.mark.ray_cluster(num_cpus=1)
+def test_how_far_a_run_came_is_known_before_its_result(ray_cluster: Any, tmp_path: Path) -> None:
+    controller: Any = SlowController.remote()  # type: ignore[attr-defined]
+    assert ray.get(controller.answer.remote()) == [], "its process is there"
+    assignment: Any = SimpleNamespace(controller=controller, worker="w1", unit=None, storage_path=str(tmp_path))
+    setup: Any = SimpleNamespace(elastic=ElasticConfig(), storage_filesystem=None, paced=False)
+    link, group = ActorControllerClient(assignment, setup), SimpleNamespace(generation_spec=None)
+    run: Any = SimpleNamespace(group=group, rank=0, synced=True, step_report=lambda: "the end", progress=None)
+    HeartbeatThread(link, run, interval_s=600.0, report_s=600.0).stop()
+    assert ray.get(controller.answer.remote()) == ["the end"]
 
 
 def test_a_fickle_policy_does_not_flood_the_controller() -> None:

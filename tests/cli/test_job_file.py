@@ -57,6 +57,10 @@ def test_a_file_says_what_the_options_would(folder: Path) -> None:
         ("{script: train.py, scheduling: 3}", "scheduling must be a mapping such as {tenant: vision}, but got 3"),
         ("{script: other.py}", "script must be a file, but there is no"),
         ("script: [", "cannot be read"),
+        ("{script: train.py, runtime_env: {env_var: {A: b}}}", "no field 'env_var'; did you mean 'env_vars'?"),
+        ("{script: train.py, runtime_env: {working_dir: .}}", "working_dir is an option of its own"),
+        (10**4 * "[", "nested too deeply"),
+        ("script: train.py\nworkers: 1\nworkers: 4", "key 'workers' occurs twice"),
     ],
 )
 def test_mistakes_are_told(folder: Path, text: str, told: str) -> None:

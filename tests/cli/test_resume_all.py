@@ -78,8 +78,8 @@ def test_a_script_has_one_next_submission_whoever_asks() -> None:
 
 def test_files_of_others_are_read_with_care() -> None:
     assert SubmittedJob.from_json(JOB.to_json()) == JOB
-    for wrong in ('{"format": 9}', "[]", "{}", "", JOB.to_json().replace('["/home', '[1, "/home')):
-        with pytest.raises(ValueError, match=r"submission|format|Expecting"):
+    for wrong in ('{"format": 9}', "[]", "{}", "", 10**5 * "[", JOB.to_json().replace('["/home', '[1, "/home')):
+        with pytest.raises(ValueError, match=r"submission|format|Expecting|nested too deeply"):
             SubmittedJob.from_json(wrong)
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import elastic_ray as er
+from elastic_ray.observe.page.source import ActionRefusedError
+from elastic_ray.observe.page.sources.live import LiveCluster
 from tests.cli.commands import run
 from tests.job.controllers import kill_controller
 from tests.job.jobs import start, wait_until
@@ -51,6 +53,8 @@ def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_pat
     assert told["job"]["held_at"] == 2 and len(told["events"]) == 1
     assert [worker["rank"] for worker in told["workers"]] == [0, 1] and told["explanation"]["job"] == "seen"
     assert "allocator's again" in run(ray_cluster, "resize", "seen", "auto").stdout
+    for command in (("drain", ""), ("nodes", "--forgive", "")):  # an unset variable is not this one node
+        assert "must name one living node" in run(ray_cluster, *command, code=1).stderr
 
     (node,) = json.loads(run(ray_cluster, "nodes", "--json").stdout)
     assert node["node_id"] == ray_cluster.head_id and node["total"]["CPU"] == 4.0 and "seen" in node["jobs"]
@@ -100,6 +104,22 @@ def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_pat
     assert "job bad: failed" in run(ray_cluster, "status", "bad", code=1).stdout
     assert "'bad' has ended: failed, KeyError" in run(ray_cluster, "resize", "bad", "1", code=1).stderr
     assert "forgotten" in run(ray_cluster, "stop", "gone", code=1).stderr
+
+
+def test_a_job_whose_driver_has_not_noticed_its_end_is_not_resized(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(tmp_path, workers=(1, 2), name="over", epochs=100_000)
+    wait_until(lambda: handle.status().step > 3, handle)
+    handle.leave()  # its controller stays for the rest of the lease
+    run(ray_cluster, "stop", "over", "--now")
+    page = LiveCluster(ray_cluster.address, actions=True)
+    deadline = time.monotonic() + 30.0
+    while [each.phase for each in page.poll(time.time()).jobs] != ["stopped"]:
+        assert time.monotonic() < deadline
+    for size in ("2", "auto"):
+        assert "it has ended (stopped)" in run(ray_cluster, "resize", "over", size, code=1).stderr
+    for action in ("resize", "stop"):
+        with pytest.raises(ActionRefusedError, match=r"has ended \(stopped\)"):
+            page.act("over", action, 2)
 
 
 def test_without_a_cluster_it_says_how_to_start_one() -> None:

@@ -92,6 +92,9 @@ def test_failing_script_is_exit_code_1_its_name_reusable(cluster: Any, script: P
     assert "the user's own mistake" in failed.stdout and "submission fails: failed" in failed.stderr
     run(cluster, "status", "fails", code=1)
     run(cluster, "logs", "fails", "-f", code=1)
+    for env in ('{"env_vars": {"A": 1}}', '{"pip": 3}', '{"env_vars": 3}'):  # Ray's TypeErrors
+        refused = submit(cluster, script, "--name", "fails", "--runtime-env-json", env, epochs=1, code=1).stderr
+        assert "Ray did not accept the submission" in refused and "Traceback" not in refused
     again = json.loads(submit(cluster, script, "--name", "fails", "--json", epochs=100_000).stdout)
     assert again["submission"] == "fails.2"
     deadline = time.monotonic() + 120

@@ -81,6 +81,8 @@ def test_what_a_file_leaves_out_is_as_before(tmp_path: Path) -> None:
         ("autoscaling: {node_types: [{name: a, resources: {CPU: 1}}], objective: cheap}", "cheap"),
         ("- a", "must be a mapping, but got ['a']"),
         ("a: [", "cannot be read"),
+        ("tenants: {a: {weight: 1}}\ntenants: {b: {weight: 2}}", "key 'tenants' occurs twice"),
+        ("tenants: {a: {quota: {GPU: 1, GPU: 2}}}", "key 'GPU' occurs twice"),
     ],
 )
 def test_mistakes_are_told_with_their_place(tmp_path: Path, text: str, told: str) -> None:

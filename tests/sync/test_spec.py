@@ -95,7 +95,7 @@ def test_what_is_out_of_range_is_refused_by_field(make: Any, told: str) -> None:
         ('{"version": 2}', "an object of version 1, but got 2"),
         ('{"version": true}', "an object of version 1, but got True"),
         ("[" * 100_000, "JSON as Strategy.to_json() writes it"),
-        ('{"version": 1, "version": 1}', "a field occurs twice"),
+        ('{"version": 1, "version": 1}', "key 'version' occurs twice"),
         ('{"version": 1, "name": "\\u001b[2J"}', "name must be printable"),
         ('{"version": 1, "name": 7}', "name must be printable"),
         ('{"version": 1, "default": {"kind": []}}', "kind must be one of reduce, owner, rows"),

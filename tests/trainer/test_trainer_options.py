@@ -168,6 +168,7 @@ def test_a_callback_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
     [
         (RunConfig(name="a/b"), r"RunConfig\(name\) must start with .*but got 'a/b'"),
         (RunConfig(name="../up"), r"RunConfig\(name\) must"),
+        (RunConfig(storage_path=3), r"storage_path\) must be a path or a URI, but got 3"),
         (RunConfig(failure_config=FailureConfig(max_failures=-2)), r"a whole number, -1 or more, but got -2"),
         (RunConfig(failure_config=FailureConfig(controller_failure_limit=2)), "controller_failure_limit=2"),  # type: ignore[call-arg]
         (RunConfig(failure_config=FailureConfig(max_preemption_failures=2)), "max_preemption_failures=2"),  # type: ignore[call-arg]
@@ -185,6 +186,14 @@ def test_a_callback_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
 def test_what_a_run_cannot_be_is_refused(config: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         read_run(config)
+
+
+def test_a_field_that_no_runtime_environment_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = RunConfig(worker_runtime_env={"pipp": ["einops"]})  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="no field 'pipp'; did you mean 'pip'"):
+        read_run(config)
+    monkeypatch.setenv("RAY_RUNTIME_ENV_PLUGINS", '[{"class": "some.PippPlugin"}]')
+    assert read_run(config).runtime_env == {"pipp": ["einops"]}
 
 
 @pytest.mark.parametrize("env", [{"working_dir": "."}, {"py_modules": ["."]}, {"env_vars": {"A": 1}}, {"pip": 3}])

@@ -170,6 +170,9 @@ def test_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve("rel", None)[1] == str(tmp_path / "rel")
+    for unset in ("", " "):
+        with pytest.raises(ValueError, match="must name a directory or a bucket, but got"):
+            resolve(unset, None)
     assert resolve("~/x", None)[1] == str(tmp_path / "x")
     assert resolve(f"file://{tmp_path}/y", None)[1] == f"{tmp_path}/y"
     with pytest.raises(ValueError, match="storage_path must be a local path or a URI"):

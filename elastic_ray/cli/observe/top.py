@@ -25,14 +25,14 @@ from elastic_ray.cli.listings import (
     with_metric,
 )
 from elastic_ray.cli.observe.top_lines import SORTS, TOP_COLUMNS, sorted_rows, top_cells, top_lines
-from elastic_ray.cli.output import PHASE_STYLES, metric_option, on_terminal, say
+from elastic_ray.cli.output import PHASE_STYLES, Seconds, metric_option, on_terminal, say
 from elastic_ray.cli.overview import NO_ALLOCATOR, headline
 from elastic_ray.cli.sweeps import grouped
 from placement.text import plain_table
 
 
 @click.command(short_help="Watch jobs and nodes.")
-@click.option("--interval", default=2.0, show_default=True, type=click.FloatRange(min=0.2), help="Seconds.")
+@click.option("--interval", default=2.0, show_default=True, type=Seconds(min=0.2, max=1e6), help="Seconds.")
 @click.option("--once", is_flag=True, help="One look, then end; so it is in a pipe.")
 @click.option(
     "--sort", "by", default="phase", show_default=True, type=click.Choice(list(SORTS)), help="Which jobs first."

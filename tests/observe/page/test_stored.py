@@ -150,8 +150,8 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     [
         ("{", "cannot be read"),
         ("[" * 100_000, "cannot be read"),
-        ('[{"placed": [], "decisions": [], "per_job": [], "cluster": "aws:300000x1"}]', "10 000 nodes"),
-        ('[{"placed": [], "decisions": [], "per_job": [], "cluster": "aws:1x4000000000"}]', "10 000 nodes"),
+        ('[{"placed": [], "decisions": [], "per_job": [], "cluster": "aws:300000x1"}]', "at most 10000 nodes"),
+        ('[{"placed": [], "decisions": [], "per_job": [], "cluster": "aws:1x4000000000"}]', "at most 10000 nodes"),
         ("[]", "must hold a list of records"),
         ('[{"trace": "x"}]', "write it again with `simulate --json`"),
         ('[{"placed": [], "decisions": [], "per_job": 3}]', "is no report of the simulator"),

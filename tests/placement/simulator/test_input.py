@@ -81,7 +81,23 @@ def test_cluster_strings() -> None:
     assert gpu_types(nodes) == ("aws", "rtx")
 
 
-@pytest.mark.parametrize("text", ["", "aws", "aws:4", "aws:0x4", "aws:2x0", "aws:2x4,aws:1x4", "aws:-1x4", "aws:2x4;"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "aws",
+        "aws:4",
+        "aws:0x4",
+        "aws:2x0",
+        "aws:2x4,aws:1x4",
+        "aws:-1x4",
+        "aws:2x4;",
+        "aws:9999999x1",
+        "aws:1x9999999",
+        "a:9999x1,b:2x1",
+        "aws:" + 5000 * "9" + "x1",
+    ],
+)
 def test_cluster_strings_that_make_no_sense(text: str) -> None:
     with pytest.raises(InputError, match="cluster must"):
         parse_cluster(text)

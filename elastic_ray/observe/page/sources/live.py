@@ -224,6 +224,9 @@ class LiveCluster:
         done = _DONE[action].format(workers=workers)  # first: no other method of a controller is called
         given = {"resize": (workers,), "pause": ("paused from the page",)}.get(action, ())
         try:
+            phase = ray.get(controller.status.remote(), timeout=_ACTION_S).phase
+            if phase.ended:  # its driver has not collected the result yet
+                raise ActionRefusedError(f"job {job!r} has ended ({phase.value})")
             ray.get(getattr(controller, action).remote(*given), timeout=_ACTION_S)
             return done
         except GetTimeoutError:

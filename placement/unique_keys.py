@@ -1,0 +1,52 @@
+"""YAML and JSON in which no key occurs twice: both formats would silently ignore all but the last (pure)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise yaml.composer.ComposerError(None, None, f"key {key.value!r} occurs twice", key.start_mark)
+                seen.add((key.tag, key.value))
+        return node
+
+
+def compose_yaml(text: str) -> Any:
+    """Return YAML text as nodes, with the text of each value as written. Raises yaml.YAMLError."""
+    return _parsed(yaml.compose, yaml.YAMLError, text, Loader=_Loader)
+
+
+def load_yaml(text: str) -> Any:
+    """Return the value of YAML text. Raises yaml.YAMLError, also for a key that occurs twice in a mapping."""
+    return _parsed(yaml.load, yaml.YAMLError, text, Loader=_Loader)
+
+
+def load_json(text: str) -> Any:
+    """Return the value of JSON text. Raises ValueError, also for a key that occurs twice in an object."""
+    return _parsed(json.loads, ValueError, text, object_pairs_hook=_once)
+
+
+def _parsed(parse: Callable[..., Any], invalid: type[Exception], text: str, **options: Any) -> Any:
+    try:
+        return parse(text, **options)
+    except RecursionError as error:
+        raise invalid("it is nested too deeply") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key!r} occurs twice")
+        found[key] = value
+    return found
