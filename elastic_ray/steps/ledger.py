@@ -121,6 +121,7 @@ class StepLedger:
         self._trains = False
         self._updates_asked = 0
         self.updating = False  # an optimizer step has started; if it fails half-way, this rank's state is inconsistent
+        self.repeats_update = False  # the update last asked for was applied before its step was lost
         self._counts_one = False
         self._replay: Replay | None = None
 
@@ -512,13 +513,16 @@ class StepLedger:
         """
         if self.updating:
             self._check_updated()
-        outer, step = self.outermost, self.step
+        outer, step, self.repeats_update = self.outermost, self.step, False
         if outer is None or step is None:
             return not self.replaying  # else the state that the others hold would be stepped once more
         if not (outer.is_last_micro and step.is_last_micro):
             return False
         self._updates_asked += 1  # also of a lost step: its later updates have these numbers on all ranks
-        if self.failed or self._around[1] or self._updates_asked <= self.state.progress.optimizers_stepped:
+        if self.failed or self._around[1]:
+            return False
+        self.repeats_update = self._updates_asked <= self.state.progress.optimizers_stepped
+        if self.repeats_update:
             return False
         if self._moment is not None:
             self._moment("optimizer_step")
