@@ -309,6 +309,8 @@ class AdaptiveDataParallel(torch.nn.Module):
                 vars(self)["_forwarded"] = step
                 if step is not None and self._run.group.world_size == 1 and self._sync.is_open:
                     self._find_carried(step)
+                if step is not None and self._run.ledger.drawn.waits and torch.is_grad_enabled():
+                    self._check_drawn((args, kwargs))
             if self._saved_buffers is not None and self.module.training:
                 self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
             if self._bounded_tables:
@@ -327,6 +329,11 @@ class AdaptiveDataParallel(torch.nn.Module):
                 raise
             let_go(error)
         return self._forward_in_parts(trains, args, kwargs)  # with the failed one's frames gone
+
+    def _check_drawn(self, given: Any) -> None:
+        """Raise RuntimeError if the model is trained on a batch of an earlier step; alone, that does no harm."""
+        if self._run.elastic or self._run.group.world_size > 1:
+            self._run.ledger.drawn.check(given)
 
     def _lose_step(self) -> bool:
         """Void the current step, which does not fit into memory; False if the error must be raised to the loop."""

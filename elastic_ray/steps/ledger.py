@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ray.state.progress import BITS, PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.steps.drawn_batches import DrawnBatches
 from elastic_ray.steps.round import StepRound
 from elastic_ray.steps.step import LoaderStep
 
@@ -124,6 +125,7 @@ class StepLedger:
         self.repeats_update = False  # the update last asked for was applied before its step was lost
         self._counts_one = False
         self._replay: Replay | None = None
+        self.drawn = DrawnBatches()
 
     @property
     def accumulating(self) -> bool:
@@ -225,6 +227,8 @@ class StepLedger:
                 "no loader may be iterated within a pass over whole_batches=True: towards its end some ranks have no "
                 "batch there, and would miss that loop; iterate one after the other"
             )
+        if self._inner is None:
+            self.drawn.start_pass()
         ordinal, self.next_ordinal = self.next_ordinal, self.next_ordinal + 1
         if self._replay is not None and self._replay.reach_pass(ordinal):
             self._replay = None
@@ -390,6 +394,8 @@ class StepLedger:
                 self.state.progress.count_weights(weight, step.count)
         self.state.progress.count_optimizers(0)
         self._samples_left = step.samples_left
+        if self.drawn.looks:
+            self.drawn.end_step(trained=trained)
         return trained
 
     def undo(self, step: LoaderStep, *, waits: bool = False) -> LostStep:

@@ -53,7 +53,7 @@ class StepHooks:
             args, given = found
         if len(args) > 1:
             raise RuntimeError(
-                "a hook must give optimizer.step() keyword arguments alone, but has added positional ones: "
+                "a hook must give optimizer.step() keyword arguments alone, but has added positional arguments: "
                 f"{args[1:]!r:.80}"
             )
         return dict(given)
