@@ -88,6 +88,7 @@ _ADDED_UP = (
 class OptimizerSteps:
     """One optimizer of a wrapped model, with the objects that check, scale and apply its updates."""
 
+    number: int
     optimizer: torch.optim.Optimizer
     groups: slice  # places of its parameter groups among those of all
     rates: LearningRates
@@ -272,6 +273,7 @@ class AdaptiveDataParallel(torch.nn.Module):
                 self._sync.require_statistics(rates.wants_statistics)
             found.append(
                 OptimizerSteps(
+                    number=number,
                     optimizer=each,
                     groups=groups,
                     rates=rates,
@@ -559,9 +561,13 @@ class AdaptiveDataParallel(torch.nn.Module):
             untouched = Untouched(own.optimizer, self._params_of(own))
         ledger.updating = True
         rates = own.rates.scale(scale, has_statistics=self._sync.gives_statistics)
+        options = self._schedulers[own.number]
+        before = options.before_update()
         try:
             with own.hooks.left_out(after=False) if hooked else nullcontext():
                 result = self._update(own, apply, **kwargs)
+            if before is not None:
+                options.keep_moved(before)
         except (MemoryError, RuntimeError) as error:
             alone = untouched is not None and self._run.progress.optimizers_stepped == 0 and not own.tiles.divided
             lost = is_out_of_memory(error) and alone and untouched is not None and untouched.undo()

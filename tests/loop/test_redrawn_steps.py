@@ -158,6 +158,48 @@ def test_hooks_of_an_update_count_once(
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=0, msg=lambda text, n=name: f"{n}: {text}")
 
 
+class Growing(torch.optim.Optimizer):
+    """Keeps in its options how far it is, as Prodigy and schedule-free optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "steps": 0, "size": torch.ones((), dtype=torch.float64)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["size"] *= 1.1
+            for p in group["params"]:
+                p.sub_(p.grad * (group["lr"] * group["size"] / group["steps"]))
+
+
+def with_options() -> tuple[torch.Tensor, int]:
+    """Train with rates that the loop sets before each update, and options that the updates change."""
+    model = torch.nn.Linear(2, 1, bias=False).double()
+    torch.nn.init.ones_(model.weight)
+    optimizer = Growing(model.parameters())
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    x = torch.linspace(-1, 1, 2 * SAMPLES, dtype=torch.float64).view(SAMPLES, 2)
+    for _ in er.remaining_epochs_until(1):
+        steps = er.Accumulator()
+        for (rows,) in er.AdaptiveDataLoader(TensorDataset(x), batch_size=BATCH, shuffle=False):
+            optimizer.param_groups[0]["lr"] *= 0.8
+            optimizer.zero_grad()
+            wrapped(rows).square().mean().backward()
+            optimizer.step()
+            steps["number"] += 1  # the ranks agree at the step's end
+    return model.weight.detach(), optimizer.param_groups[0]["steps"]
+
+
+@pytest.mark.parametrize("moment", ["backward", "after_step"])
+@pytest.mark.parametrize("joins", [(), (3,)])
+def test_options_that_an_update_has_changed_stay_with_it(moment: str, joins: tuple[int, ...]) -> None:
+    ((alone, _),) = run_job(with_options).results.values()
+    for weights, steps in run_job(with_options, [Kill(3, 2, moment, joins=joins)], first=(1, 2)).results.values():
+        assert steps == SAMPLES / BATCH
+        torch.testing.assert_close(weights, alone, rtol=1e-12, atol=0)
+
+
 def befores(strategy: str) -> dict[int, list[torch.Tensor]]:
     """Train with a loader of each epoch's own; return the weights before each step, as often as it was drawn."""
     model = torch.nn.Linear(2, 1, bias=False).double()
