@@ -470,7 +470,12 @@ class AdaptiveDataLoader(ResumableLoader):
         step: Any = self._session.ledger.step  # begun when its batches were cut
         for micro, fetch in enumerate(batches):
             step.start_micro(micro)
-            yield self._session.passes.fetched(fetch) if self._session.run.meter.on else fetch()
+            batch = self._session.passes.fetched(fetch) if self._session.run.meter.on else fetch()
+            ledger = self._session.ledger
+            if ledger.drawn.looks and ledger.depth == 1:
+                ledger.drawn.draw(batch)
+            yield batch
+            del batch  # the loop alone decides how long it lives
             if micro < len(batches) - 1 and not step.halved:
                 self._session.run.clock.micro()
 

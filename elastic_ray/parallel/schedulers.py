@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 from collections.abc import Callable, Sequence
@@ -69,6 +70,7 @@ class Schedulers:
             run.states.register_rollback(scheduler.state_dict, scheduler.load_state_dict, key)
         run.states.register_rollback(self._rates, self._set_rates, f"learning rates/{name}")  # a loop sets them, too
         self._rates_were_loaded = False
+        self._moved: dict[tuple[int, str], Any] = {}
         optimizer.register_load_state_dict_pre_hook(self._check_loaded)
         run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check)
 
@@ -100,8 +102,28 @@ class Schedulers:
         strange = [each for each in made if id(each) not in known and not self._run.states.holds(each)]
         return [type(each).__name__ for each in strange], bool(made)
 
+    def before_update(self) -> dict[tuple[int, str], tuple[Any, int]] | None:
+        """Return what :meth:`keep_moved` compares with; None for torch's own optimizers, which change no option."""
+        return None if type(self._optimizer).__module__.startswith("torch.") else self._seen()
+
+    def keep_moved(self, before: dict[tuple[int, str], tuple[Any, int]]) -> None:
+        """Keep options that an update has changed (as Prodigy and schedule-free do): a lost step undoes no update."""
+        for key, now in self._seen().items():
+            if now != before.get(key, now):
+                self._moved[key] = copy.deepcopy(now[0])
+
+    def _seen(self) -> dict[tuple[int, str], tuple[Any, int]]:
+        return {
+            (place, name): (value, getattr(value, "_version", 0))
+            for place, group in enumerate(self._optimizer.param_groups)
+            for name, value in group.items()
+            if name != "params"
+        }
+
     def _rates(self) -> list[dict[str, Any]]:
         """Return the numbers in the optimizer's groups, which schedulers and loops change."""
+        if not self._run.ledger.depth:
+            self._moved.clear()
         kinds, groups = (int, float, tuple, torch.Tensor), self._optimizer.param_groups
         return [
             {k: v for k, v in group.items() if isinstance(v, kinds) and not getattr(v, "requires_grad", False)}
@@ -109,8 +131,9 @@ class Schedulers:
         ]
 
     def _set_rates(self, rates: list[dict[str, Any]]) -> None:
-        for group, values in zip(self._optimizer.param_groups, rates, strict=False):  # one may have been added
-            for name, value in values.items():
+        groups = zip(self._optimizer.param_groups, rates, strict=False)  # one may have been added
+        for place, (group, values) in enumerate(groups):
+            for name, value in (values | {k: v for (at, k), v in self._moved.items() if at == place}).items():
                 if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
                     group[name].copy_(value)  # a compiled or captured step reads this object
                 else:

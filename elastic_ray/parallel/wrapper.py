@@ -70,6 +70,7 @@ from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.statistics.noise import NoiseTracker
+from elastic_ray.sync.step_hooks import StepHooks
 from placement.goodput.model import NoiseScale
 
 if TYPE_CHECKING:
@@ -87,11 +88,13 @@ _ADDED_UP = (
 class OptimizerSteps:
     """One optimizer of a wrapped model, with the objects that check, scale and apply its updates."""
 
+    number: int
     optimizer: torch.optim.Optimizer
     groups: slice  # places of its parameter groups among those of all
     rates: LearningRates
     finite: FiniteWatch  # sees gradients that are not finite
     tiles: Any  # votes on updates and makes them
+    hooks: StepHooks  # that user code has registered
     # carries out an update, and tells the statistics how far it moves the parameters
     measured: Callable[[Callable[[], Any]], Any]
 
@@ -270,11 +273,13 @@ class AdaptiveDataParallel(torch.nn.Module):
                 self._sync.require_statistics(rates.wants_statistics)
             found.append(
                 OptimizerSteps(
+                    number=number,
                     optimizer=each,
                     groups=groups,
                     rates=rates,
                     finite=FiniteWatch(run, self.module, self._index, nonfinite),
                     tiles=kept.optimizers[number],
+                    hooks=StepHooks(each),
                     measured=kept.measured[number],
                 )
             )
@@ -306,6 +311,8 @@ class AdaptiveDataParallel(torch.nn.Module):
                 vars(self)["_forwarded"] = step
                 if step is not None and self._run.group.world_size == 1 and self._sync.is_open:
                     self._find_carried(step)
+                if step is not None and self._run.ledger.drawn.waits and torch.is_grad_enabled():
+                    self._check_drawn((args, kwargs))
             if self._saved_buffers is not None and self.module.training:
                 self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
             if self._bounded_tables:
@@ -324,6 +331,11 @@ class AdaptiveDataParallel(torch.nn.Module):
                 raise
             let_go(error)
         return self._forward_in_parts(trains, args, kwargs)  # with the failed one's frames gone
+
+    def _check_drawn(self, given: Any) -> None:
+        """Raise RuntimeError if the model is trained on a batch of an earlier step; alone, that does no harm."""
+        if self._run.elastic or self._run.group.world_size > 1:
+            self._run.ledger.drawn.check(given)
 
     def _lose_step(self) -> bool:
         """Void the current step, which does not fit into memory; False if the error must be raised to the loop."""
@@ -522,11 +534,16 @@ class AdaptiveDataParallel(torch.nn.Module):
         if outer is not None and self._own_step is self._nested_in:
             refuse_inner_training(self._run, outer)
         if not ledger.may_apply():
+            if ledger.repeats_update and not self._sharded:
+                own.hooks.repeat(self._params_of(own), kwargs)
             return value
-        if not own.tiles.idle:
-            kwargs = own.tiles.before_step(kwargs)
-            if ledger.failed or not own.tiles.decide():  # a hook's collective may have lost the step
+        hooked = bool(own.optimizer._optimizer_step_pre_hooks)
+        if hooked:
+            kwargs = own.hooks.before(kwargs)
+            if ledger.failed:  # a hook's collective has lost the step
                 return value
+        if not own.tiles.idle and not own.tiles.decide():
+            return value
         self._sync.applied()
         if not self._counts(own):
             for table in self._tables.tables:
@@ -541,12 +558,16 @@ class AdaptiveDataParallel(torch.nn.Module):
         untouched = None
         larger = step is not None and max(map(max, step.sizes)) > self._run.states.progress.fits
         if larger or (step is not None and id(own.optimizer) in self._untried):
-            params = [p for group in self._trainable.groups[own.groups] for p in group]
-            untouched = Untouched(own.optimizer, params)
+            untouched = Untouched(own.optimizer, self._params_of(own))
         ledger.updating = True
         rates = own.rates.scale(scale, has_statistics=self._sync.gives_statistics)
+        options = self._schedulers[own.number]
+        before = options.before_update()
         try:
-            result = self._update(own, apply, **kwargs)
+            with own.hooks.left_out(after=False) if hooked else nullcontext():
+                result = self._update(own, apply, **kwargs)
+            if before is not None:
+                options.keep_moved(before)
         except (MemoryError, RuntimeError) as error:
             alone = untouched is not None and self._run.progress.optimizers_stepped == 0 and not own.tiles.divided
             lost = is_out_of_memory(error) and alone and untouched is not None and untouched.undo()
@@ -576,6 +597,10 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._tables.update()
         return result
 
+    def _params_of(self, own: OptimizerSteps) -> list[torch.nn.Parameter]:
+        """Return the parameters that an optimizer updates."""
+        return [p for group in self._trainable.groups[own.groups] for p in group]
+
     def _check_called(self) -> None:
         """Raise RuntimeError if parameters became trainable but the model is not called through the wrapper."""
         called, vars(self)["_called"] = self._called, False
@@ -592,7 +617,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         scaled = getattr(own.optimizer, "found_inf", None) is not None  # AMP's scaler has a fused optimizer step
         params = self._trainable.params
         if len(self._optimizers) > 1:
-            params = [p for group in self._trainable.groups[own.groups] for p in group]
+            params = self._params_of(own)
         run, finite, suspects = self._run, own.finite, self._sync.nonfinite_ranks
         if known := suspects is None and run.group.world_size > 1 and run.wishes is None:  # all ranks' are finite
             finite.streak.clear()

@@ -58,6 +58,9 @@ class _Spec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     cuda: bool
+    # dimensions as they lie in memory; () for the usual order. Results of linear algebra lie otherwise, and a product
+    # with a matrix that lies otherwise is rounded otherwise
+    order: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -69,21 +72,43 @@ class _Spec:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Spec:
         """Return the specification of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cuda)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cuda, _order_of(tensor))
 
     def to_plain(self) -> tuple[Any, ...]:
         """Return the specification as plain values, for :meth:`from_plain`."""
-        return self.shape, dtype_name(self.dtype), self.cuda
+        return self.shape, dtype_name(self.dtype), self.cuda, self.order
 
     @classmethod
     def from_plain(cls, told: Any) -> _Spec:
         """Return the specification that :meth:`to_plain` wrote. Raises ValueError if a peer sent anything else."""
-        shape, dtype, cuda = told
+        shape, dtype, cuda, order = told
         if type(shape) is not tuple or len(shape) > _MOST_DIMENSIONS or type(cuda) is not bool:
             raise ValueError(f"no tensor is like {told!r:.80}")
         if not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
             raise ValueError(f"no tensor has the shape {shape!r:.80}")
-        return cls(shape, dtype_of(dtype), cuda)
+        if type(order) is not tuple or (order and sorted(order) != list(range(len(shape)))):
+            raise ValueError(f"no tensor has its dimensions in the order {order!r:.80}")
+        return cls(shape, dtype_of(dtype), cuda, order)
+
+    def empty(self) -> torch.Tensor:
+        """Return a tensor of this specification, with any values."""
+        places = self.order or tuple(range(len(self.shape)))
+        lies = torch.empty(
+            [self.shape[each] for each in places], dtype=self.dtype, device="cuda" if self.cuda else "cpu"
+        )
+        return lies.permute(sorted(range(len(places)), key=places.__getitem__))
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a tensor of this specification as they lie in memory: a view, if it is dense."""
+        return (tensor.permute(self.order) if self.order else tensor).contiguous().reshape(-1)
+
+
+def _order_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a dense tensor as they lie in memory; () for the usual order and for other tensors."""
+    if tensor.is_contiguous() or tensor.layout != torch.strided:
+        return ()
+    order = tuple(sorted(range(tensor.dim()), key=lambda each: -tensor.stride(each)))
+    return order if tensor.permute(order).is_contiguous() else ()
 
 
 class UnsafeStateError(TypeError):
@@ -165,8 +190,8 @@ def _alike(kind: type[Any], values: dict[Any, Any]) -> Any:
     return kind(values) if kind in (collections.OrderedDict, collections.Counter) else values
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+def _bytes_of(tensor: torch.Tensor, spec: _Spec) -> torch.Tensor:
+    return spec.flat(tensor).view(torch.uint8)
 
 
 def send_state(communicator: Communicator, destination: int, trees: Mapping[str, Any]) -> None:
@@ -184,15 +209,14 @@ def send_state(communicator: Communicator, destination: int, trees: Mapping[str,
     kept = [header]  # gloo reads from these until the work is done
     with communicator.batch() as batched:
         for cuda in (False, True):
-            small = [
-                _bytes_of(t) for t, s in zip(tensors, specs, strict=True) if s.cuda == cuda and s.nbytes < _SMALL_BYTES
-            ]
+            both = zip(tensors, specs, strict=True)
+            small = [_bytes_of(t, s) for t, s in both if s.cuda == cuda and s.nbytes < _SMALL_BYTES]
             if small and sum(piece.numel() for piece in small):
                 kept.append(torch.cat(small))
                 works.append(communicator.send(kept[-1], destination, _TAG))
         for tensor, spec in zip(tensors, specs, strict=True):
             if spec.nbytes >= _SMALL_BYTES:
-                kept.append(_bytes_of(tensor))
+                kept.append(_bytes_of(tensor, spec))
                 works.append(communicator.send(kept[-1], destination, _TAG))
     communicator.wait_all(works, batched)
 
@@ -230,13 +254,13 @@ def _received(
                 small.append((members, flat))
         for tensor, spec in zip(tensors, specs, strict=True):
             if spec.nbytes >= _SMALL_BYTES:
-                works.append(communicator.receive(tensor.reshape(-1).view(torch.uint8), source, _TAG))
+                works.append(communicator.receive(_bytes_of(tensor, spec), source, _TAG))
     communicator.wait_all(works, batched)
     for members, flat in small:
         offset = 0
         for i in members:
             piece = flat[offset : offset + specs[i].nbytes].clone().view(specs[i].dtype)
-            tensors[i].copy_(piece.reshape(specs[i].shape))
+            specs[i].flat(tensors[i]).copy_(piece)
             offset += specs[i].nbytes
     try:
         return unpack(skeletons, tensors), in_place
@@ -286,11 +310,7 @@ def _destinations(
         ):
             in_place.add(key)
             tensors.update({place.index: t for place, t in zip(places, my_tensors, strict=True)})
-    device = {False: "cpu", True: "cuda"}
-    return [
-        tensors[i] if i in tensors else torch.empty(s.shape, dtype=s.dtype, device=device[s.cuda])
-        for i, s in enumerate(specs)
-    ], in_place
+    return [tensors[i] if i in tensors else spec.empty() for i, spec in enumerate(specs)], in_place
 
 
 def _tensor_indices(skeleton: Any) -> list[TensorIndex]:
@@ -329,8 +349,9 @@ class ModuleState:
                 "train_loop_per_worker must build the same model on every worker, but these parameters or buffers "
                 f"differ: {sorted(mine.keys() ^ tree.keys())[:5]}"
             )
+        grown = {name for name, _ in self.module.named_buffers()}  # as observers' buffers do with the first batch
         for name, tensor in mine.items():
-            if tensor.shape != tree[name].shape:  # copy_ would spread the smaller one over the larger
+            if tensor.shape != tree[name].shape and name not in grown:  # copy_ would spread the smaller one
                 raise RuntimeError(
                     "train_loop_per_worker must build the same model on every worker, but parameter or buffer "
                     f"{name!r} is {tuple(tensor.shape)} here and {tuple(tree[name].shape)} there"
@@ -339,6 +360,8 @@ class ModuleState:
             for name, tensor in mine.items():
                 if 0 in tensor.stride():  # as expand() makes it: torch refuses to write into elements that are one
                     tensor.set_(tensor.clone(memory_format=torch.contiguous_format))
+                if tensor.shape != tree[name].shape:
+                    tensor.set_(tensor.new_empty(tree[name].shape))
                 tensor.copy_(tree[name])
 
 

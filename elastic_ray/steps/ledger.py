@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ray.state.progress import BITS, PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.steps.drawn_batches import DrawnBatches
 from elastic_ray.steps.round import StepRound
 from elastic_ray.steps.step import LoaderStep
 
@@ -121,8 +122,10 @@ class StepLedger:
         self._trains = False
         self._updates_asked = 0
         self.updating = False  # an optimizer step has started; if it fails half-way, this rank's state is inconsistent
+        self.repeats_update = False  # the update last asked for was applied before its step was lost
         self._counts_one = False
         self._replay: Replay | None = None
+        self.drawn = DrawnBatches()
 
     @property
     def accumulating(self) -> bool:
@@ -224,6 +227,8 @@ class StepLedger:
                 "no loader may be iterated within a pass over whole_batches=True: towards its end some ranks have no "
                 "batch there, and would miss that loop; iterate one after the other"
             )
+        if self._inner is None:
+            self.drawn.start_pass()
         ordinal, self.next_ordinal = self.next_ordinal, self.next_ordinal + 1
         if self._replay is not None and self._replay.reach_pass(ordinal):
             self._replay = None
@@ -389,6 +394,8 @@ class StepLedger:
                 self.state.progress.count_weights(weight, step.count)
         self.state.progress.count_optimizers(0)
         self._samples_left = step.samples_left
+        if self.drawn.looks:
+            self.drawn.end_step(trained=trained)
         return trained
 
     def undo(self, step: LoaderStep, *, waits: bool = False) -> LostStep:
@@ -512,13 +519,16 @@ class StepLedger:
         """
         if self.updating:
             self._check_updated()
-        outer, step = self.outermost, self.step
+        outer, step, self.repeats_update = self.outermost, self.step, False
         if outer is None or step is None:
             return not self.replaying  # else the state that the others hold would be stepped once more
         if not (outer.is_last_micro and step.is_last_micro):
             return False
         self._updates_asked += 1  # also of a lost step: its later updates have these numbers on all ranks
-        if self.failed or self._around[1] or self._updates_asked <= self.state.progress.optimizers_stepped:
+        if self.failed or self._around[1]:
+            return False
+        self.repeats_update = self._updates_asked <= self.state.progress.optimizers_stepped
+        if self.repeats_update:
             return False
         if self._moment is not None:
             self._moment("optimizer_step")

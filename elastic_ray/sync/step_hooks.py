@@ -1,14 +1,17 @@
-"""User hooks around an optimizer step executed in parts, such as tiles (torch).
+"""User hooks around an optimizer step (torch).
 
 A pre-step hook sees the parameters that the optimizer was created with, including all gradients. It is called before
-the ranks vote on the update, even if the update is later skipped because gradients are not finite. If tiles were
-stepped, a post-step hook sees the parameters as they are on all ranks. For models whose rows are sharded, see
+the ranks vote on the update, even if the update is later skipped because gradients are not finite. If the state is in
+tiles, a post-step hook sees the parameters as they are on all ranks. For models whose rows are sharded, see
 ``elastic_ray.sync.change_parameters``.
+
+A step may be lost after its update: parameters and optimizer state keep the update, while buffers, frozen parameters
+and registered states return to the step's start. When the step is drawn again, the hooks are therefore called again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +30,7 @@ class InnerHook:
 
 
 class StepHooks:
-    """User hooks of an optimizer, called once per step regardless of the number of inner steps."""
+    """User hooks of an optimizer, called once per update regardless of the number of inner steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer: Any = optimizer
@@ -50,8 +53,8 @@ class StepHooks:
             args, given = found
         if len(args) > 1:
             raise RuntimeError(
-                "a hook has given optimizer.step() positional arguments, which an optimizer that steps tiles does not "
-                f"accept: {args[1:]!r:.80}"
+                "a hook must give optimizer.step() keyword arguments alone, but has added positional arguments: "
+                f"{args[1:]!r:.80}"
             )
         return dict(given)
 
@@ -71,7 +74,28 @@ class StepHooks:
 
     def after(self, kwargs: Mapping[str, Any]) -> None:
         """Call the user's post-step hooks with the step's keyword arguments."""
-        for hook in list(self._optimizer._optimizer_step_post_hooks.values()):
+        self._call(self._optimizer._optimizer_step_post_hooks, kwargs)
+
+    @torch.no_grad()
+    def repeat(self, params: Iterable[torch.Tensor], kwargs: Mapping[str, Any]) -> None:
+        """Call the user's hooks for an update that was applied before its step was lost and drawn again.
+
+        ``params`` and the optimizer's state have kept what the hooks did to them, and keep it now.
+        """
+        hooks = self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks
+        if not any(hooks):
+            return
+        states = (state for state in self._optimizer.state.values() if isinstance(state, Mapping))
+        held = (each for state in states for each in state.values())
+        kept = [(each, each.detach().clone()) for each in (*params, *held) if isinstance(each, torch.Tensor)]
+        with torch.enable_grad():
+            for each in hooks:
+                self._call(each, kwargs)
+        for tensor, value in kept:
+            tensor.copy_(value)
+
+    def _call(self, hooks: Mapping[int, Any], kwargs: Mapping[str, Any]) -> None:
+        for hook in list(hooks.values()):
             if not isinstance(hook, InnerHook):
                 hook(self._optimizer, (self._optimizer,), dict(kwargs))
 

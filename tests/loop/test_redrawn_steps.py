@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,113 @@ def test_rates_that_a_lost_step_has_set_are_undone(by: str, moment: str) -> None
     (alone,) = run_job(lambda: with_rates(by)).results.values()
     results = run_job(lambda: with_rates(by), [Kill(4, 2, moment, joins=(3,))], first=(1, 2)).results
     for weights in results.values():
+        torch.testing.assert_close(weights, alone, rtol=1e-12, atol=0)
+
+
+class Hooked(torch.nn.Module):
+    """A net with an average of it, and buffers that hooks of the optimizer change, also by what all ranks have seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1).double()
+        for parameter in self.net.parameters():
+            torch.nn.init.ones_(parameter)
+        self.average = copy.deepcopy(self.net).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("seen_by_updates", torch.zeros(2))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.seen += len(rows)
+        return self.net(rows)
+
+    @torch.no_grad()
+    def count(self, place: int) -> None:
+        self.seen_by_updates[place] += er.all_reduce(self.seen.clone())
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Decay the bias and let the average follow the weights."""
+        self.net.bias *= 0.9
+        self.average.weight.lerp_(self.net.weight, 0.1)
+        self.seen.zero_()
+
+
+def with_hooks(strategy: str, counts: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Train with hooks of the optimizer; ``counts`` says in which of them ranks add up (0 before, 1 after updates)."""
+    model = Hooked()
+    optimizer = torch.optim.SGD(model.net.parameters(), lr=0.1, momentum=0.9)
+    if 0 in counts:
+        optimizer.register_step_pre_hook(lambda *_: model.count(0))
+    if 1 in counts:
+        optimizer.register_step_post_hook(lambda *_: model.count(1))
+    optimizer.register_step_post_hook(lambda *_: model.follow())
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=strategy)
+    x = torch.linspace(-1, 1, 2 * SAMPLES, dtype=torch.float64).view(SAMPLES, 2)
+    for _ in er.remaining_epochs_until(1):
+        steps = er.Accumulator()
+        for (rows,) in er.AdaptiveDataLoader(TensorDataset(x), batch_size=BATCH, shuffle=False):
+            optimizer.zero_grad()
+            wrapped(rows).square().mean().backward()
+            optimizer.step()
+            steps["number"] += 1  # the ranks agree at the step's end
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "zero1"])
+@pytest.mark.parametrize(("counts", "moment"), [((), "after_step"), ((0,), "collective"), ((1,), "collective")])
+@pytest.mark.parametrize("joins", [(), (4,)])
+def test_hooks_of_an_update_count_once(
+    strategy: str, counts: tuple[int, ...], moment: str, joins: tuple[int, ...]
+) -> None:
+    """An average, buffers and a decayed bias are those of one process, wherever the step of the update is lost."""
+    (alone,) = run_job(lambda: with_hooks("all_reduce", counts)).results.values()
+    script = [Kill(3, 2, moment, joins=joins, last=True)]
+    outcome = run_job(lambda: with_hooks(strategy, counts), script, first=WORKERS)
+    assert outcome.groups[1:] == [(1, 3, *joins)]
+    for found in outcome.results.values():
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+class Growing(torch.optim.Optimizer):
+    """Keeps in its options how far it is, as Prodigy and schedule-free optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "steps": 0, "size": torch.ones((), dtype=torch.float64)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["size"] *= 1.1
+            for p in group["params"]:
+                p.sub_(p.grad * (group["lr"] * group["size"] / group["steps"]))
+
+
+def with_options() -> tuple[torch.Tensor, int]:
+    """Train with rates that the loop sets before each update, and options that the updates change."""
+    model = torch.nn.Linear(2, 1, bias=False).double()
+    torch.nn.init.ones_(model.weight)
+    optimizer = Growing(model.parameters())
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    x = torch.linspace(-1, 1, 2 * SAMPLES, dtype=torch.float64).view(SAMPLES, 2)
+    for _ in er.remaining_epochs_until(1):
+        steps = er.Accumulator()
+        for (rows,) in er.AdaptiveDataLoader(TensorDataset(x), batch_size=BATCH, shuffle=False):
+            optimizer.param_groups[0]["lr"] *= 0.8
+            optimizer.zero_grad()
+            wrapped(rows).square().mean().backward()
+            optimizer.step()
+            steps["number"] += 1  # the ranks agree at the step's end
+    return model.weight.detach(), optimizer.param_groups[0]["steps"]
+
+
+@pytest.mark.parametrize("moment", ["backward", "after_step"])
+@pytest.mark.parametrize("joins", [(), (3,)])
+def test_options_that_an_update_has_changed_stay_with_it(moment: str, joins: tuple[int, ...]) -> None:
+    ((alone, _),) = run_job(with_options).results.values()
+    for weights, steps in run_job(with_options, [Kill(3, 2, moment, joins=joins)], first=(1, 2)).results.values():
+        assert steps == SAMPLES / BATCH
         torch.testing.assert_close(weights, alone, rtol=1e-12, atol=0)
 
 

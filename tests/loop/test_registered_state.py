@@ -243,3 +243,35 @@ def test_a_module_whose_buffer_is_expanded_is_restored(script: Any, first: Seque
 
     assert len(run_job(train, script, first=first).results) == 2
     assert all(torch.equal(module.scale, made[0].scale) for module in made)
+
+
+class Observed(nn.Module):
+    """A net with an observer of each input's range, whose buffer has its size from the first batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.register_buffer("largest", torch.tensor(0.0))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            if self.largest.shape != x.shape[1:]:
+                self.largest.resize_(x.shape[1:]).zero_()
+            self.largest.copy_(torch.maximum(self.largest, x.abs().amax(0)))
+        return self.inner(x)
+
+
+def test_a_joiner_has_a_buffer_that_has_grown() -> None:
+    def train() -> torch.Tensor:
+        model = Observed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        for _ in er.remaining_epochs_until(EPOCHS):
+            for (x,) in er.AdaptiveDataLoader(rows(), batch_size=BATCH, seed=3):
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+        return model.largest
+
+    results = run_job(train, [Change(2, (1, 2))], first=(1,)).results
+    assert torch.equal(results[1], results[2]) and results[1].dim() == 1

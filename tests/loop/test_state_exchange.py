@@ -132,6 +132,17 @@ def test_every_optimizer_of_torch(name: str, connected: Any) -> None:
     check_exchange(connected, lambda: Trained(make))
 
 
+@pytest.mark.parametrize("size", [3, 300])  # small ones travel together
+def test_dense_tensors_lie_in_memory_as_they_did(size: int, connected: Any) -> None:
+    """Linear algebra leaves columns side by side, and products are rounded by how a matrix lies."""
+    images = torch.randn(2, 4, size, size).to(memory_format=torch.channels_last)
+    dense = {"inverse": torch.linalg.inv(torch.randn(size, size)), "images": images, "row": torch.randn(size)}
+    received = connected({"x": {**dense, "part": torch.randn(size, size)[:, ::2]}})["x"]
+    for name, tensor in dense.items():
+        assert received[name].stride() == tensor.stride() and torch.equal(received[name], tensor), name
+    assert received["part"].is_contiguous()
+
+
 def test_sparse_tensors(connected: Any) -> None:
     torch.manual_seed(0)
     layer = torch.nn.Embedding(7, 3, sparse=True)
@@ -275,11 +286,12 @@ def test_a_header_of_an_impossible_size_is_refused(size: int) -> None:
     "told",
     [
         ["not", "states"],
-        ({"a": TensorIndex(1)}, [((2,), "float32", False)]),
-        ({}, [((-1,), "float32", False)]),
-        ({}, [((2**60,), "float32", False)]),
-        ({}, [((1,), "load", False)]),
-        ({}, [((1,) * 100, "float32", False)]),
+        ({"a": TensorIndex(1)}, [((2,), "float32", False, ())]),
+        ({}, [((-1,), "float32", False, ())]),
+        ({}, [((2**60,), "float32", False, ())]),
+        ({}, [((1,), "load", False, ())]),
+        ({}, [((1,) * 100, "float32", False, ())]),
+        ({"a": TensorIndex(0)}, [((2, 2), "float32", False, (0, 2))]),
     ],
 )
 def test_other_values_in_place_of_a_state_are_refused(told: Any) -> None:
@@ -291,7 +303,7 @@ def test_other_values_in_place_of_a_state_are_refused(told: Any) -> None:
 def test_a_sparse_tensor_that_points_elsewhere_is_refused(rows: list[int]) -> None:
     def send(communicator: Communicator) -> None:
         skeleton = {"a": SparseIndex(TensorIndex(0), TensorIndex(1), (3, 2))}
-        specs = [((1, 2), "int64", False), ((2, 2), "float32", False)]
+        specs = [((1, 2), "int64", False, ()), ((2, 2), "float32", False, ())]
         send_header(communicator, encode((skeleton, specs)))
         content = torch.cat([torch.tensor([rows]).reshape(-1).view(torch.uint8), torch.ones(4).view(torch.uint8)])
         communicator.wait_all([communicator.send(content, 1, 7)])

@@ -21,6 +21,7 @@ import torch
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.layout import digest
+from elastic_ray.steps.drawn_batches import DRAWN_AHEAD
 from elastic_ray.sync.device_numbers import Number, added, read
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
 from elastic_ray.sync.engine.reduction import (
@@ -225,6 +226,8 @@ class GradientReducer:
             self._step = self.nonfinite_ranks = None
             self.reduction.start_step(self._context.states.progress.steps)
             self._reduces = self._group.world_size > 1 and not self._ledger.replaying
+            if self._reduces and self._ledger.drawn.ahead:
+                raise RuntimeError(DRAWN_AHEAD)
             if self._reduces and not self._warned:
                 self._warned = True
                 self._context.notify("warning", OUTSIDE_OF_LOADERS)

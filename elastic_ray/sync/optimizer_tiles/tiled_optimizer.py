@@ -71,7 +71,7 @@ class TiledOptimizer:
         self._last = Update()
         self._pending: PendingUpdate | None = None
         self._unpublished = False
-        self._hooks, self._owes_hooks = StepHooks(optimizer), False  # of an update whose parameters are to come yet
+        self._hooks = StepHooks(optimizer)
         self._publisher: Publisher | None = None
         self._open = True  # whether rank 0 has all that there is to gather, as all ranks know
         self._gathered: dict[str, State] | None = None
@@ -134,10 +134,6 @@ class TiledOptimizer:
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the user's pre-step hooks with the step's ``kwargs``; return ``kwargs`` as modified by the hooks."""
-        return kwargs if self._holder.held is None or not self._begun else self._hooks.before(kwargs)
-
     def decide(self) -> bool:
         """Vote with all ranks on the next update; return False if the vote fails, which means the step is lost."""
         held = self._holder.held
@@ -187,17 +183,10 @@ class TiledOptimizer:
             result = apply(**kwargs)
         held.drop_gradients()
         self._count()
-        self._owes_hooks = True
         self._publish(held)
-        if not self._unpublished:
-            self._call_hooks(kwargs)
-        return result
-
-    def _call_hooks(self, kwargs: Mapping[str, Any]) -> None:
-        """Call the user's post-step hooks once all parameters are updated."""
-        owes, self._owes_hooks = self._owes_hooks, False
-        if owes:
+        if not self._unpublished:  # else the step is lost, and the hooks are called when it is drawn again
             self._hooks.after(kwargs)
+        return result
 
     def _count(self) -> None:
         self._last = self._last.next(self._run.group.generation, self._optimizer)
@@ -275,7 +264,6 @@ class TiledOptimizer:
             self._publisher_of(everyone.senders).run(group.communicator)
         self._holder.arrange(group, everyone, copies, gradually=self._last.number > 0)
         self._unpublished = False
-        self._call_hooks({})
 
     def hand_over(self, stays: Sequence[bool]) -> None:
         """Send tiles owned only by leaving ranks to ranks that stay (``stays[r]`` for rank r); called on every rank."""
@@ -342,8 +330,7 @@ class TiledOptimizer:
         """Return the last update's number and rates, for joining ranks and checkpoints; None without tiles."""
         if self._holder.tiling is None:
             return None
-        owes = {"owes_hooks": True} if self._owes_hooks else {}
-        return {"update": [*self._last.key, list(self._last.rates)], "begun": self._begun, **owes}
+        return {"update": [*self._last.key, list(self._last.rates)], "begun": self._begun}
 
     def gathered(self) -> dict[Parameter, State] | None:
         """Return the complete states keyed by parameter; None if this rank does not have them."""
@@ -373,7 +360,6 @@ class TiledOptimizer:
         self.idle, pending, before = False, self._pending, self._last
         number, generation, rates = tree["update"] if tree is not None else (0, 0, ())
         self._last = Update(number, generation, tuple(rates))
-        self._owes_hooks = bool(tree and tree.get("owes_hooks"))  # as what the hooks change, it is that rank's
         self._pending = None
         self._close()
         if whole or tree is None:

@@ -21,6 +21,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.run.participant import Participant
 from elastic_ray.state.layout import digest
+from elastic_ray.steps.drawn_batches import DRAWN_AHEAD
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, Finiteness, refuse_own
@@ -168,6 +169,8 @@ class ShardedGradients(Participant):
         self.nonfinite_ranks = None
         if step is None:
             self._step = None
+            if self._reduces and run.ledger.drawn.ahead:
+                raise RuntimeError(DRAWN_AHEAD)
             if self._reduces and not self._warned:
                 self._warned = True
                 run.notify("warning", OUTSIDE_OF_LOADERS)

@@ -30,7 +30,6 @@ from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
 from elastic_ray.sync.sharded_parameters.held_shards import Shard
 from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.shard_holder import ShardHolder, Whole
-from elastic_ray.sync.step_hooks import StepHooks
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
@@ -401,10 +400,6 @@ class OptimizerPart:
         """True if other ranks hold some of the shards, so that updates need a vote."""
         return self.shards.divided
 
-    def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Call the user's pre-step hooks with ``kwargs``, and return the arguments as modified by the hooks."""
-        return StepHooks(self.optimizer).before(kwargs)
-
     def decide(self) -> bool:
         """Vote with all ranks on the next update; return False if the vote fails, which means the step is lost."""
         return self.shards.decide(self)
@@ -455,8 +450,7 @@ class ShardUpdate:
                 states[view] = shard.states[view]
         places = {each: place for place, each in enumerate(self._hidden)}
         updated = UpdatedRows(places, [shard.views for shard, _ in shards], self._by_hand)
-        hooks = StepHooks(self._optimizer).left_out(after=False)  # those before the step have seen whole parameters
-        with hooks, swapped(self._optimizer, self._hidden, shown, states), updated.shown():
+        with swapped(self._optimizer, self._hidden, shown, states), updated.shown():
             result = apply()
         for shard, grads in shards:
             for param in grads:
