@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 from click.testing import CliRunner
 
 from elastic_ray.cli.app import cli
 from elastic_ray.driver.replay import ReplayResult
 from elastic_ray.events import EventKind, JobEvent
-from elastic_ray.record.verification import Finding, verify_events
+from elastic_ray.record.verification import Finding, sealed, verify_events
 from elastic_ray.state.progress import Link, hash_of_all
 
 SAMPLES = 40
 
 
-def event(kind: EventKind, link: Link, generation: int = 1) -> JobEvent:
-    return JobEvent(
+def event(kind: EventKind, link: Link, generation: int = 1, job: str = "digits") -> JobEvent:
+    plain = JobEvent(
         kind=kind, time_s=1.0, from_workers=1, to_workers=2, reason="why", generation=generation, detail=link.detail
     )
+    return sealed(plain, job)
 
 
 def group(before: int, step: int) -> Link:
@@ -37,14 +41,18 @@ def epoch(before: int, number: int, **changes: Any) -> Link:
 
 @pytest.fixture
 def lines() -> list[str]:
+    return written()
+
+
+def written(job: str = "digits", step: int = 0) -> list[str]:
     """A run: it starts, grows, ends an epoch, loses a worker, ends another one."""
-    links = [group(0, 0)]
+    links = [group(0, step)]
     links.append(group(links[-1].link, 2))
     links.append(epoch(links[-1].link, 0))
     links.append(group(links[-1].link, 7))
     links.append(epoch(links[-1].link, 1))
     kinds = [EventKind.STARTED, EventKind.RESIZE, EventKind.PASS, EventKind.FAILURE, EventKind.PASS]
-    return [event(kind, link, n).to_json() for n, (kind, link) in enumerate(zip(kinds, links, strict=True), 1)]
+    return [event(kind, link, n, job).to_json() for n, (kind, link) in enumerate(zip(kinds, links, strict=True), 1)]
 
 
 def states(found: Sequence[Finding]) -> list[tuple[str, bool | None]]:
@@ -111,7 +119,6 @@ def test_a_proof_that_is_none_is_named(lines: list[str]) -> None:
         ({"hash": 5}, False, "but not each once"),
         ({"rest": None}, None, "counted only"),
         ({"samples": 38, "hash": (hash_of_all(SAMPLES) - 9) % (1 << 32), "rest": 9}, True, "2 left out at its end"),
-        ({"hash": None}, False, "without what would prove it"),
     ],
 )
 def test_an_epoch_is_judged_by_its_samples(changes: dict[str, Any], proven: bool | None, text: str) -> None:
@@ -124,8 +131,19 @@ def test_an_epoch_is_judged_by_its_samples(changes: dict[str, Any], proven: bool
 
 @pytest.mark.parametrize(
     "changes",
-    [{"epoch": "x"}, {"epoch": 1 << 70}, {"of": -1}, {"of": [1]}, {"samples": None}, {"steps": True}, {"hash": "x"}],
-    ids=str,
+    [
+        {"epoch": "x"},
+        {"epoch": 1 << 70},
+        {"of": -1},
+        {"of": [1]},
+        {"samples": None},
+        {"steps": True},
+        {"hash": "x"},
+        {"hash": None},
+        {"rest": "9" * 5000},
+        {"rest": math.inf},
+    ],
+    ids=lambda each: f"{each:.40}" if isinstance(each, str) else str(each)[:40],
 )
 def test_a_strangers_file_is_no_proof(changes: dict[str, Any]) -> None:
     first = group(0, 0)
@@ -147,6 +165,70 @@ def test_a_group_without_numbers_is_no_proof(changes: dict[str, Any]) -> None:
     strange = Link.after(0, {**group(0, 1).facts, **changes})
     found = verify_events([event(EventKind.RESIZE, strange).to_json()])
     assert any("a proof that is none" in each.text for each in found)
+
+
+VALUES = (None, True, -1, 3.7, math.inf, math.nan, 10**400, "x", "9" * 5000, [], {}, [[]])
+
+
+@hypothesis.settings(max_examples=400, deadline=None)
+@hypothesis.given(st.data())
+def test_no_damage_proves_anything_else(data: st.DataObject) -> None:
+    """Whatever happens to a line: nothing is proven that was not before, and nothing raises."""
+    lines = written()
+    before = {str(each.text) for each in verify_events(lines) if each.proven}
+    place = data.draw(st.integers(0, len(lines) - 1))
+    line, how = lines[place], data.draw(st.sampled_from(["bit", "cut", "value", "key"]))
+    if how == "bit":
+        content = bytearray(line.encode())
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        lines[place] = content.decode(errors="replace")
+    elif how == "cut":
+        lines[place] = line[: data.draw(st.integers(0, len(line) - 1))]
+    else:
+        values = json.loads(line)
+        part = data.draw(st.sampled_from([values, values["detail"], values["detail"]["proof"]]))
+        name = data.draw(st.sampled_from(sorted(part)))
+        if how == "key":
+            del part[name]
+        else:
+            part[name] = data.draw(st.sampled_from(VALUES))
+        lines[place] = json.dumps(values)
+    assert {str(each.text) for each in verify_events(lines, epochs=2) if each.proven} <= before
+
+
+def test_what_a_chain_does_not_cover_is_sealed(lines: list[str]) -> None:
+    lines[1] = lines[1].replace('"generation": 2', '"generation": 3').replace('"why"', '"because"')
+    found = verify_events(lines)
+    assert [each.text for each in found if each.proven is False] == [
+        "line 2 was changed: its fields are not those that its seal was made of"
+    ]
+    assert not any("generation 3" in each.text for each in found)
+
+
+def test_proofs_of_another_format_are_left_to_their_version(lines: list[str]) -> None:
+    found = verify_events([line.replace('"format": 1', '"format": 2') for line in lines])
+    assert {each.text.partition(" ")[2].partition(" ")[2] for each in found if each.line} == {
+        "has a proof of format 2, and only 1 can be checked here"
+    }
+    assert not any(each.proven for each in found)
+
+
+def test_lines_of_two_jobs_are_told_apart(lines: list[str]) -> None:
+    found = verify_events([*lines, *written("mnist")])
+    assert states(found) == [*WHOLE, *[("line", False)] * len(lines)]
+    assert found[-1].text == "line 10 is of another job, 'mnist'"
+
+
+def test_a_job_that_began_anew_says_so(lines: list[str]) -> None:
+    (again,) = (each for each in verify_events([*lines, *written(step=1)]) if each.proven is None)
+    assert again.text.startswith("a new chain of proofs begins with generation 1 at step 1: training began anew")
+
+
+def test_checkpoints_show_what_is_cut_off(lines: list[str]) -> None:
+    last = json.loads(lines[-1])["detail"]["proof"]["link"]
+    assert states(verify_events(lines, saved={last: "step_10"})) == WHOLE
+    (lost,) = (each for each in verify_events(lines[:-1], saved={last: "step_10"}) if each.proven is False)
+    assert lost.text.startswith("what led to step_10 is not in the file: its last lines are missing, or")
 
 
 def test_redone_steps_are_named(lines: list[str]) -> None:
