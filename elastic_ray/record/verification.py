@@ -1,8 +1,8 @@
 """Verification of a run's events: identical group state, each sample once per epoch, repeated steps (pure).
 
 Each event of kind ``pass`` proves facts about one pass over the data, and is a link of a hash chain
-(``elastic_ray.state.progress``). A missing, added or modified line breaks the chain. A proof also has the job's name and a
-checksum (seal) of its event.
+(``elastic_ray.state.progress``). A missing, added or modified line breaks the chain. A proof also has its event's
+checksum (seal) and the job's name.
 """
 
 from __future__ import annotations
