@@ -13,11 +13,13 @@ import hypothesis.strategies as st
 import pytest
 from click.testing import CliRunner
 
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.saver import write_state
 from elastic_ray.cli.app import cli
 from elastic_ray.driver.replay import ReplayResult
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.record.verification import Finding, sealed, verify_events
-from elastic_ray.state.progress import Link, hash_of_all
+from elastic_ray.state.progress import Link, RunProgress, hash_of_all
 
 SAMPLES = 40
 
@@ -241,6 +243,73 @@ def test_redone_steps_are_named(lines: list[str]) -> None:
 def test_events_without_proofs_prove_nothing() -> None:
     plain = JobEvent(kind=EventKind.WARNING, time_s=1.0, from_workers=1, to_workers=1, reason="x").to_json()
     assert states(verify_events([plain])) == [("line", False)]
+
+
+@pytest.fixture
+def run(tmp_path: Path, lines: list[str]) -> RunStorage:
+    """A run's directory with two automatic checkpoints and two reported ones."""
+    storage = RunStorage(str(tmp_path / "run"))
+    storage.create()
+    storage.events.append(lines)
+    links = [json.loads(line)["detail"]["proof"]["link"] for line in lines]
+    for number, (at, steps) in enumerate(((2, 5), (4, 10)), 1):
+        progress = RunProgress(epoch=number, epochs=3, steps=steps, proof=links[at])
+        write_state(storage, {"run": progress.to_state()}, progress.resume_point())
+        source = tmp_path / f"source_{number}"
+        source.mkdir()
+        (source / "model.pt").write_text(f"{number}")
+        storage.persist_checkpoint(source, number, resume_point=progress.resume_point())
+    return storage
+
+
+def verified(storage: RunStorage) -> tuple[int, str]:
+    answer = CliRunner().invoke(cli, ["verify", storage.path], env={"COLUMNS": "400"})
+    assert answer.exception is None or isinstance(answer.exception, SystemExit), answer.exception
+    return answer.exit_code, answer.output
+
+
+def test_a_whole_directory_is_proven(run: RunStorage) -> None:
+    code, said = verified(run)
+    assert (code, said.count("is whole"), "UNPROVEN" in said) == (0, 4, False)
+
+
+def test_events_cut_before_a_checkpoint_are_unproven(run: RunStorage) -> None:
+    path = Path(run.path, "events.jsonl")
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    code, said = verified(run)
+    assert code == 1 and said.count("UNPROVEN") == 1 and "is not in the file: its last lines are missing" in said
+
+
+def swap(one: Path, other: Path) -> None:
+    one.rename(one.with_name("third"))
+    other.rename(one)
+    one.with_name("third").rename(other)
+
+
+def test_checkpoints_that_changed_places_are_named(run: RunStorage) -> None:
+    swap(*Path(run.path).glob("checkpoint_*"))
+    code, said = verified(run)
+    assert code == 1 and said.count("UNPROVEN") == 2 and "its note says that it is number" in said
+
+
+def test_automatic_checkpoints_that_changed_places_are_named(run: RunStorage) -> None:
+    swap(*(path for path in Path(run.path, "automatic").iterdir() if path.is_dir()))
+    code, said = verified(run)
+    assert code == 1 and said.count("UNPROVEN") == 2 and "does not have the checksum" in said
+
+
+def test_another_runs_checkpoint_is_named(run: RunStorage) -> None:
+    progress = RunProgress(epoch=2, epochs=3, steps=12, proof=77)
+    state = write_state(run, {"run": progress.to_state()}, progress.resume_point())
+    code, said = verified(run)
+    assert code == 1 and said.count("UNPROVEN") == 1 and f"what led to {state.path} is not in the file" in said
+
+
+def test_a_note_that_lies_about_its_place_is_named(run: RunStorage) -> None:
+    note = next(Path(run.path, "automatic").glob("step_000000000010*.json"))
+    note.write_text(note.read_text().replace('"epoch": 2', '"epoch": 1'))
+    code, said = verified(run)
+    assert code == 1 and "is in epoch 2 after 10 steps, but its note says otherwise" in said
 
 
 def test_the_exit_code_tells(tmp_path: Path, lines: list[str]) -> None:
