@@ -344,6 +344,8 @@ class RunStorage:
                     continue  # incomplete
                 point = ResumePoint.from_json(note["progress"])
                 self._check_files(path, note, heard if verify else None)
+                if verify and note.get("index", int(matched[1])) != int(matched[1]):
+                    raise BadNoteError(f"its note says that it is number {note['index']!r:.20}")
             except ValueError as error:
                 pass_over(f"{path} is not used as a checkpoint: {error}")
                 continue

@@ -46,10 +46,11 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
             raise ValueError(f"it has no {EVENTS_FILE}; RUN is the directory of one run, storage_path/name")
         stored = find_stored(storage, start_from=None, is_trial=False, with_states=True, verify=True)
         epochs = max((each.resume_point.epoch for each in stored.result), default=0)
-        findings = list(verify_events(storage.events.read(), epochs=epochs))
         looked = [(False, why) for why in stored.passed_over]
         looked += [(True, f"{checkpoint.path} is whole") for checkpoint in stored.checkpoints]
-        looked += _automatic(storage, (*stored.states, *stored.result))
+        saved: dict[int, str] = {}
+        looked += _automatic(storage, (*stored.states, *stored.result), saved)
+        findings = list(verify_events(storage.events.read(), epochs=epochs, saved=saved))
     except (OSError, ValueError) as error:
         raise click.ClickException(f"the run {path!r} cannot be read: {error}") from error
     findings += [Finding(line=0, what="checkpoint", proven=proven, text=text) for proven, text in looked]
@@ -64,21 +65,31 @@ def verify(path: str, step: int | None, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _automatic(storage: RunStorage, states: Sequence[StateFile]) -> Iterator[tuple[bool, str]]:
-    """Yield whether each automatic checkpoint's files are complete and unchanged, with a sentence that says so."""
+def _automatic(storage: RunStorage, states: Sequence[StateFile], saved: dict[int, str]) -> Iterator[tuple[bool, str]]:
+    """Yield whether each automatic checkpoint's files are complete and unchanged, with a sentence that says so.
+
+    Paths of checkpoints that are whole are added to ``saved``, keyed by the last proof before each.
+    """
     if not states:
         return
     from elastic_ray.checkpoints.automatic import CorruptStateError, state_files
     from elastic_ray.checkpoints.sharded.reading import check_whole  # imports torch
+    from elastic_ray.state.progress import RunProgress
 
     for state in states:
         try:
-            check_whole(storage, state)
+            run = check_whole(storage, state).tree.get("run")
         except CorruptStateError as error:
             if state in state_files(storage):  # else the running job has deleted it
                 yield False, str(error)
-        else:
-            yield True, f"{state.path} is whole"
+            continue
+        with contextlib.suppress(TypeError, KeyError, AttributeError):  # another version's
+            progress = RunProgress.from_state(run)
+            if progress.resume_point(state.resume_point.samples_left) != state.resume_point:
+                yield False, f"{state.path} is in {progress.place}, but its note says otherwise"
+                continue
+            saved[progress.proof] = state.path
+        yield True, f"{state.path} is whole"
 
 
 _LONGEST_S = 3600.0

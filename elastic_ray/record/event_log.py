@@ -11,6 +11,7 @@ from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.record.record import JobRecord
+from elastic_ray.record.verification import sealed
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -29,6 +30,8 @@ class EventLog:
         if before != after and self._record.cost_usd is not None:
             facts["detail"] = {**facts.get("detail", {}), "cost_usd": self._record.cost_usd}
         event = JobEvent(kind=kind, time_s=time.time(), from_workers=before, to_workers=after, reason=reason, **facts)
+        if "proof" in event.detail:
+            event = sealed(event, self._spec.job)
         if kind is EventKind.PASS:  # one an epoch: for who verifies the run
             self._record.proven(event)
             return

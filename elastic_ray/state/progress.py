@@ -21,6 +21,15 @@ BITS = (1 << 32) - 1
 """Sums of samples' hashes are taken modulo 2^32."""
 
 
+FORMAT = 1
+"""Format of proofs: which facts a link holds, and how digests and hashes are computed."""
+
+
+def checksum(text: str) -> int:
+    """Return a hash of a text that a float64 holds exactly."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=_LINK_BYTES).digest(), "big")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """Link in a run's chain of proofs (hashed facts on each training pass); any changed or missing link breaks it."""
@@ -32,9 +41,8 @@ class Link:
     @classmethod
     def after(cls, before: int, facts: Mapping[str, Any]) -> Link:
         """Return the link with ``facts`` that continues the chain after link number ``before`` (0 starts a chain)."""
-        told = f"{before} {dump(dict(facts), sort_keys=True)}".encode()
-        number = int.from_bytes(hashlib.blake2b(told, digest_size=_LINK_BYTES).digest(), "big") or 1
-        return cls(before=before, link=number, facts=facts)
+        facts = {"format": FORMAT, **facts}
+        return cls(before=before, link=checksum(f"{before} {dump(facts, sort_keys=True)}") or 1, facts=facts)
 
     @property
     def detail(self) -> dict[str, Any]:
@@ -189,7 +197,7 @@ class RunProgress:
     def prove(self, facts: Mapping[str, int | None]) -> None:
         """Append the facts about a finished training pass as the next link of the run's hash chain of proofs."""
         link = Link.after(self.proof, facts)
-        self.proof, self.last_pass = link.link, {**facts, "before": link.before, "link": link.link}
+        self.proof, self.last_pass = link.link, {**link.facts, "before": link.before, "link": link.link}
 
     def advance_passes(self, furthest: int) -> None:
         """Set the number of ended passes to ``furthest``, another rank's number, if that is larger."""

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 from click.testing import CliRunner
 
 from elastic_ray.checkpoints.automatic import StateFile
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.saver import write_state
 from elastic_ray.cli.app import cli
 from elastic_ray.driver.replay import ReplayResult, Window
 from elastic_ray.events import EventKind, JobEvent
-from elastic_ray.record.verification import Finding, verify_events
-from elastic_ray.state.progress import Link, hash_of_all
+from elastic_ray.record.verification import Finding, sealed, verify_events
+from elastic_ray.state.progress import Link, RunProgress, hash_of_all
 from elastic_ray.state.resume_point import ResumePoint
 
 SAMPLES = 40
 
 
-def event(kind: EventKind, link: Link, generation: int = 1) -> JobEvent:
-    return JobEvent(
+def event(kind: EventKind, link: Link, generation: int = 1, job: str = "digits") -> JobEvent:
+    plain = JobEvent(
         kind=kind, time_s=1.0, from_workers=1, to_workers=2, reason="why", generation=generation, detail=link.detail
     )
+    return sealed(plain, job)
 
 
 def group(before: int, step: int) -> Link:
@@ -40,14 +45,18 @@ def epoch(before: int, number: int, **changes: Any) -> Link:
 
 @pytest.fixture
 def lines() -> list[str]:
+    return written()
+
+
+def written(job: str = "digits", step: int = 0) -> list[str]:
     """A run: it starts, grows, ends an epoch, loses a worker, ends another one."""
-    links = [group(0, 0)]
+    links = [group(0, step)]
     links.append(group(links[-1].link, 2))
     links.append(epoch(links[-1].link, 0))
     links.append(group(links[-1].link, 7))
     links.append(epoch(links[-1].link, 1))
     kinds = [EventKind.STARTED, EventKind.RESIZE, EventKind.PASS, EventKind.FAILURE, EventKind.PASS]
-    return [event(kind, link, n).to_json() for n, (kind, link) in enumerate(zip(kinds, links, strict=True), 1)]
+    return [event(kind, link, n, job).to_json() for n, (kind, link) in enumerate(zip(kinds, links, strict=True), 1)]
 
 
 def states(found: Sequence[Finding]) -> list[tuple[str, bool | None]]:
@@ -114,7 +123,6 @@ def test_a_proof_that_is_none_is_named(lines: list[str]) -> None:
         ({"hash": 5}, False, "but not each once"),
         ({"rest": None}, None, "counted only"),
         ({"samples": 38, "hash": (hash_of_all(SAMPLES) - 9) % (1 << 32), "rest": 9}, True, "2 left out at its end"),
-        ({"hash": None}, False, "without what would prove it"),
     ],
 )
 def test_an_epoch_is_judged_by_its_samples(changes: dict[str, Any], proven: bool | None, text: str) -> None:
@@ -127,8 +135,19 @@ def test_an_epoch_is_judged_by_its_samples(changes: dict[str, Any], proven: bool
 
 @pytest.mark.parametrize(
     "changes",
-    [{"epoch": "x"}, {"epoch": 1 << 70}, {"of": -1}, {"of": [1]}, {"samples": None}, {"steps": True}, {"hash": "x"}],
-    ids=str,
+    [
+        {"epoch": "x"},
+        {"epoch": 1 << 70},
+        {"of": -1},
+        {"of": [1]},
+        {"samples": None},
+        {"steps": True},
+        {"hash": "x"},
+        {"hash": None},
+        {"rest": "9" * 5000},
+        {"rest": math.inf},
+    ],
+    ids=lambda each: f"{each:.40}" if isinstance(each, str) else str(each)[:40],
 )
 def test_a_strangers_file_is_no_proof(changes: dict[str, Any]) -> None:
     first = group(0, 0)
@@ -152,6 +171,70 @@ def test_a_group_without_numbers_is_no_proof(changes: dict[str, Any]) -> None:
     assert any("a proof that is none" in each.text for each in found)
 
 
+VALUES = (None, True, -1, 3.7, math.inf, math.nan, 10**400, "x", "9" * 5000, [], {}, [[]])
+
+
+@hypothesis.settings(max_examples=400, deadline=None)
+@hypothesis.given(st.data())
+def test_no_damage_proves_anything_else(data: st.DataObject) -> None:
+    """Whatever happens to a line: nothing is proven that was not before, and nothing raises."""
+    lines = written()
+    before = {str(each.text) for each in verify_events(lines) if each.proven}
+    place = data.draw(st.integers(0, len(lines) - 1))
+    line, how = lines[place], data.draw(st.sampled_from(["bit", "cut", "value", "key"]))
+    if how == "bit":
+        content = bytearray(line.encode())
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        lines[place] = content.decode(errors="replace")
+    elif how == "cut":
+        lines[place] = line[: data.draw(st.integers(0, len(line) - 1))]
+    else:
+        values = json.loads(line)
+        part = data.draw(st.sampled_from([values, values["detail"], values["detail"]["proof"]]))
+        name = data.draw(st.sampled_from(sorted(part)))
+        if how == "key":
+            del part[name]
+        else:
+            part[name] = data.draw(st.sampled_from(VALUES))
+        lines[place] = json.dumps(values)
+    assert {str(each.text) for each in verify_events(lines, epochs=2) if each.proven} <= before
+
+
+def test_what_a_chain_does_not_cover_is_sealed(lines: list[str]) -> None:
+    lines[1] = lines[1].replace('"generation": 2', '"generation": 3').replace('"why"', '"because"')
+    found = verify_events(lines)
+    assert [each.text for each in found if each.proven is False] == [
+        "line 2 was changed: its fields are not those that its seal was made of"
+    ]
+    assert not any("generation 3" in each.text for each in found)
+
+
+def test_proofs_of_another_format_are_left_to_their_version(lines: list[str]) -> None:
+    found = verify_events([line.replace('"format": 1', '"format": 2') for line in lines])
+    assert {each.text.partition(" ")[2].partition(" ")[2] for each in found if each.line} == {
+        "has a proof of format 2, and only 1 can be checked here"
+    }
+    assert not any(each.proven for each in found)
+
+
+def test_lines_of_two_jobs_are_told_apart(lines: list[str]) -> None:
+    found = verify_events([*lines, *written("mnist")])
+    assert states(found) == [*WHOLE, *[("line", False)] * len(lines)]
+    assert found[-1].text == "line 10 is of another job, 'mnist'"
+
+
+def test_a_job_that_began_anew_says_so(lines: list[str]) -> None:
+    (again,) = (each for each in verify_events([*lines, *written(step=1)]) if each.proven is None)
+    assert again.text.startswith("a new chain of proofs begins with generation 1 at step 1: training began anew")
+
+
+def test_checkpoints_show_what_is_cut_off(lines: list[str]) -> None:
+    last = json.loads(lines[-1])["detail"]["proof"]["link"]
+    assert states(verify_events(lines, saved={last: "step_10"})) == WHOLE
+    (lost,) = (each for each in verify_events(lines[:-1], saved={last: "step_10"}) if each.proven is False)
+    assert lost.text.startswith("what led to step_10 is not in the file: its last lines are missing, or")
+
+
 def test_redone_steps_are_named(lines: list[str]) -> None:
     again = group(json.loads(lines[1])["detail"]["proof"]["link"], 3)
     found = verify_events([*lines, event(EventKind.STARTED, again, 6).to_json()])
@@ -162,6 +245,73 @@ def test_redone_steps_are_named(lines: list[str]) -> None:
 def test_events_without_proofs_prove_nothing() -> None:
     plain = JobEvent(kind=EventKind.WARNING, time_s=1.0, from_workers=1, to_workers=1, reason="x").to_json()
     assert states(verify_events([plain])) == [("line", False)]
+
+
+@pytest.fixture
+def run(tmp_path: Path, lines: list[str]) -> RunStorage:
+    """A run's directory with two automatic checkpoints and two reported ones."""
+    storage = RunStorage(str(tmp_path / "run"))
+    storage.create()
+    storage.events.append(lines)
+    links = [json.loads(line)["detail"]["proof"]["link"] for line in lines]
+    for number, (at, steps) in enumerate(((2, 5), (4, 10)), 1):
+        progress = RunProgress(epoch=number, epochs=3, steps=steps, proof=links[at])
+        write_state(storage, {"run": progress.to_state()}, progress.resume_point())
+        source = tmp_path / f"source_{number}"
+        source.mkdir()
+        (source / "model.pt").write_text(f"{number}")
+        storage.persist_checkpoint(source, number, resume_point=progress.resume_point())
+    return storage
+
+
+def verified(storage: RunStorage) -> tuple[int, str]:
+    answer = CliRunner().invoke(cli, ["verify", storage.path], env={"COLUMNS": "400"})
+    assert answer.exception is None or isinstance(answer.exception, SystemExit), answer.exception
+    return answer.exit_code, answer.output
+
+
+def test_a_whole_directory_is_proven(run: RunStorage) -> None:
+    code, said = verified(run)
+    assert (code, said.count("is whole"), "UNPROVEN" in said) == (0, 4, False)
+
+
+def test_events_cut_before_a_checkpoint_are_unproven(run: RunStorage) -> None:
+    path = Path(run.path, "events.jsonl")
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    code, said = verified(run)
+    assert code == 1 and said.count("UNPROVEN") == 1 and "is not in the file: its last lines are missing" in said
+
+
+def swap(one: Path, other: Path) -> None:
+    one.rename(one.with_name("third"))
+    other.rename(one)
+    one.with_name("third").rename(other)
+
+
+def test_checkpoints_that_changed_places_are_named(run: RunStorage) -> None:
+    swap(*Path(run.path).glob("checkpoint_*"))
+    code, said = verified(run)
+    assert code == 1 and said.count("UNPROVEN") == 2 and "its note says that it is number" in said
+
+
+def test_automatic_checkpoints_that_changed_places_are_named(run: RunStorage) -> None:
+    swap(*(path for path in Path(run.path, "automatic").iterdir() if path.is_dir()))
+    code, said = verified(run)
+    assert code == 1 and said.count("UNPROVEN") == 2 and "does not have the checksum" in said
+
+
+def test_another_runs_checkpoint_is_named(run: RunStorage) -> None:
+    progress = RunProgress(epoch=2, epochs=3, steps=12, proof=77)
+    state = write_state(run, {"run": progress.to_state()}, progress.resume_point())
+    code, said = verified(run)
+    assert code == 1 and said.count("UNPROVEN") == 1 and f"what led to {state.path} is not in the file" in said
+
+
+def test_a_note_that_lies_about_its_place_is_named(run: RunStorage) -> None:
+    note = next(Path(run.path, "automatic").glob("step_000000000010*.json"))
+    note.write_text(note.read_text().replace('"epoch": 2', '"epoch": 1'))
+    code, said = verified(run)
+    assert code == 1 and "is in epoch 2 after 10 steps, but its note says otherwise" in said
 
 
 def test_the_exit_code_tells(tmp_path: Path, lines: list[str]) -> None:

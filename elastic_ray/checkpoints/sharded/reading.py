@@ -85,16 +85,20 @@ def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
     return manifest
 
 
-def check_whole(storage: RunStorage, state: StateFile) -> None:
-    """Read all files of an automatic checkpoint, in little memory. Raises CorruptStateError like `open_checkpoint`."""
+def check_whole(storage: RunStorage, state: StateFile) -> Manifest:
+    """Read all files of an automatic checkpoint, in little memory, and return its manifest.
 
-    def read() -> None:
+    Raises CorruptStateError like `open_checkpoint`.
+    """
+
+    def read() -> Manifest:
         manifest = read_manifest(storage, state)
         for rank, file in enumerate(_parts(storage, state, manifest)):
             _scatter(file, manifest.files[rank][0])
+        return manifest
 
     try:
-        _patiently(state.path, read)
+        return _patiently(state.path, read)
     except ManifestError as error:
         raise CorruptStateError(f"{state.path} is no state of ours: {error}") from error
 
