@@ -93,6 +93,11 @@ class Announced:
                     "on all of them; the first one gets it)"
                 )
             case Intent.SHARDS:
+                if self.detail % 4 == 0 and (parts := self.detail >> 2):
+                    return (
+                        f"runs out of memory in an evaluation, and calls model {self.index}, whose parameters lie with "
+                        f"several ranks, in {parts} parts (which all ranks must do: evaluate with smaller batches)"
+                    )
                 does = (
                     "calls",
                     "gathers or reduces another part of",

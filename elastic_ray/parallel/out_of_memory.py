@@ -31,12 +31,16 @@ def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequenc
     return tree_unflatten([through(each, *ends) if _is_real(each) else each for each in leaves], spec)
 
 
-def in_parts(module: torch.nn.Module, args: Any, kwargs: Any, *, exact: bool) -> Any:
+def in_parts(
+    module: torch.nn.Module, args: Any, kwargs: Any, *, exact: bool, agree: Callable[[int], None] | None = None
+) -> Any:
     """Return the output of ``module`` without an autograd graph, computed in halves of the batch, quarters, and so on.
 
     Args:
         exact: If True, the output must equal the output for all samples at once, so scalar outputs such as a mean over
             samples are refused. If False, scalar outputs are averaged over the parts.
+        agree: Called with the number of parts before ``module`` is called for them; a sharded model's ranks call it
+            together.
 
     Raises:
         torch.OutOfMemoryError: Not even one sample fits, or arguments or output cannot be split.
@@ -50,6 +54,8 @@ def in_parts(module: torch.nn.Module, args: Any, kwargs: Any, *, exact: bool) ->
             [each[at : at + size] if _is_of(each, samples) else each for each in leaves]
             for at in range(0, samples, size)
         ]
+        if agree is not None:
+            agree(len(parts))
         try:
             with torch.no_grad():
                 outputs = [_called(module, tree_unflatten(part, spec)) for part in parts]

@@ -347,7 +347,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         if self._sharded:  # torch takes the failed pass as in progress
             self._sync.end_lost_pass(give_zero_gradients)
         if not trains:
-            return in_parts(self.module, args, kwargs, exact=True)
+            agree = self._sync.before_calls if self._sharded else None
+            return in_parts(self.module, args, kwargs, exact=True, agree=agree)
         return lost_output(self.module, args, kwargs, [] if self._sharded else self._trainable.params)
 
     def _end_lost_pass(self) -> None:

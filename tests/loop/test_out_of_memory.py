@@ -14,7 +14,7 @@ from elastic_ray.adaptation import Policy, PolicyView, Request, SetBatch
 from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import set_session
 from tests.loop.changing import run_job
-from tests.loop.ranks import Ranks
+from tests.loop.ranks import RankFailedError, Ranks
 
 WIDTH, SAMPLES = 6, 96
 MOMENTS = ("forward", "backward", "update")
@@ -254,6 +254,32 @@ def test_an_evaluation_gives_what_it_would_give() -> None:
     assert memory.refused == 4, "96, 48, 24 and 12 samples"
     memory.room = 1000
     assert torch.equal(found, model(x)) or torch.allclose(found, model(x), atol=1e-6)
+
+
+def evaluated(rank: int | None, room: int = 30) -> list[float]:
+    """What a sharded model gives for all rows at once, after an epoch; memory ends on `rank`, or on all."""
+    net = Net(Allocator("forward", room, rank))
+    for each in (net.first, net.second, net):
+        er.fully_shard(each)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    model = er.AdaptiveDataParallel(net, optimizer, scaling_rule="none")
+    for _ in er.remaining_epochs_until(1):
+        for x, y in er.AdaptiveDataLoader(rows(), batch_size=16, seed=1):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            found: list[float] = model(rows().tensors[0]).flatten().tolist()
+    return found
+
+
+def test_ranks_evaluate_a_sharded_model_in_parts_together(ranks: Ranks) -> None:
+    calm = evaluated(None, SAMPLES)
+    for found in ranks.run(evaluated, None, world=2):
+        assert found == pytest.approx(calm, abs=1e-5)
+    with pytest.raises(RankFailedError, match="rank 1 runs out of memory in an evaluation, and calls model 0"):
+        ranks.run(evaluated, 1, world=2)
 
 
 def test_what_cannot_be_smaller_is_raised() -> None:

@@ -61,7 +61,10 @@ def test_codes_tell_kinds_numbers_and_details_apart() -> None:
         ),
         (Announced(Intent.STATE, 1), "calls optimizer.state_dict() of model 1, whose state lies with several ranks"),
         (Announced(Intent.SHARDS, 1, 0), "calls model 1, whose parameters lie with several ranks"),
-        (Announced(Intent.SHARDS, 1, 4), "calls model 1, whose parameters lie with several ranks"),
+        (
+            Announced(Intent.SHARDS, 1, 4 * 3),
+            "memory in an evaluation, and calls model 1, whose parameters lie with several ranks, in 3 parts",
+        ),
         (Announced(Intent.SHARDS, 1, 1), "gathers or reduces another part of model 1, whose parameters lie with"),
         (
             Announced(Intent.SHARDS, 1, 2),
@@ -138,6 +141,7 @@ def test_layouts_differ_only_between_gradients_of_one_model() -> None:
         (Announced(Intent.EDGE, 2, 5), False),
         (Announced(Intent.SHARDS, 0, 0), True),
         (Announced(Intent.SHARDS, 0, 1), False),
+        (Announced(Intent.SHARDS, 0, 4), False),
         (Announced(Intent.ROWS, 0, 1), True),
         (Announced(Intent.ROWS, 0, 4 * 3 + 1), True),
         (Announced(Intent.ROWS, 0, 2), False),

@@ -3,6 +3,7 @@
     python tests/versions/run.py                      # all rows, in environments of their own (hours)
     python tests/versions/run.py torch-2.15 ray-2.58  # some
     python tests/versions/run.py --over transformers-5.24    # on top of the present environment, without what it needs
+    python tests/versions/run.py --logs /tmp/rows ray-2.59   # and the whole output of each command, there
 
 Run by hand, before a release. Needs a package index. A row's first command is the two-rank smoke.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -96,16 +98,21 @@ def environment(row: Row, folder: Path, *, over: bool) -> Path:
     return python
 
 
-def outcome(python: Path, command: tuple[str, ...]) -> str:
-    """What a command has said in the end, in a few words."""
+def outcome(python: Path, command: tuple[str, ...], log: Path) -> str:
+    """What a command has said in the end, in a few words. All of it is in `log`."""
     options = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            [python, *command], cwd=ROOT, env=options, timeout=LIMIT_S, text=True, capture_output=True, check=False
+    with log.open("w") as output:
+        # A session of its own: what is not done in time ends with its workers.
+        running = subprocess.Popen(
+            [python, *command], cwd=ROOT, env=options, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-    except subprocess.TimeoutExpired:
-        return f"not done after {LIMIT_S} s"
-    lines = (done.stdout + done.stderr).strip().splitlines()
+        try:
+            running.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+            return f"not done after {LIMIT_S} s"
+    lines = log.read_text(errors="replace").strip().splitlines()
     if command == SMOKE:
         return ", ".join(
             line[:60] for line in lines if line.partition(":")[0] in ("all_reduce", "zero1", "zero2", "fully_shard")
@@ -122,15 +129,20 @@ def main() -> None:
     arguments.add_argument(
         "--over", action="store_true", help="install on top of the present environment, without dependencies"
     )
+    arguments.add_argument("--logs", type=Path, help="folder for the output of each command; by default it is not kept")
     given = arguments.parse_args()
     if unknown := [each for each in given.rows if each not in ROWS]:
         arguments.error(f"there is no row {unknown[0]}; there are {', '.join(ROWS)}")
     print("| row | result |\n|---|---|", flush=True)
     for name in given.rows or ROWS:
         with tempfile.TemporaryDirectory() as folder:
+            logs = given.logs or Path(folder)
+            logs.mkdir(parents=True, exist_ok=True)
             try:
                 python = environment(ROWS[name], Path(folder), over=given.over)
-                found = "; ".join(outcome(python, command) for command in ROWS[name].commands)
+                found = "; ".join(
+                    outcome(python, command, logs / f"{name}-{i}.log") for i, command in enumerate(ROWS[name].commands)
+                )
             except (OSError, subprocess.CalledProcessError) as error:
                 found = f"not installed: {error}"
         print(f"| {name} | {found} |", flush=True)

@@ -86,7 +86,7 @@ class ShardedGradients(Participant):
             ValueError: The optimizer lacks an unfrozen parameter, or a parameter has a hook that torch ignores.
             CommunicationFailedError: The group broke outside steps.
         """
-        run, step = self._run, self._run.ledger.step
+        step = self._run.ledger.step
         self._optimizer.check_memory()
         checks.refuse_gradient_hooks(self._optimizer.params)
         if self._trainable.changed():
@@ -97,14 +97,23 @@ class ShardedGradients(Participant):
                 "a sharded model cannot be called in a pass over whole_batches=True: near its end some ranks of a "
                 "group have no batch, but parameters are gathered by all of them; evaluate without whole_batches"
             )
+        self.before_calls()
+
+    def before_calls(self, parts: int = 0) -> None:
+        """Agree with all ranks to call the model, once or for each of ``parts`` parts of a batch.
+
+        Raises:
+            RanksDisagreeError: Other ranks do something different, such as calling the model with whole batches.
+            CommunicationFailedError: The group broke outside steps.
+        """
         if not self._meets:
             return
         try:
-            self._collectives.start(Announced(Intent.SHARDS, self._number))
+            self._collectives.start(Announced(Intent.SHARDS, self._number, parts << 2))
         except CommunicationFailedError as error:
-            if step is None:
+            if self._run.ledger.step is None:
                 raise
-            run.ledger.fail(str(error))
+            self._run.ledger.fail(str(error))
 
     @property
     def _meets(self) -> bool:
