@@ -119,14 +119,6 @@ def test_json_that_is_no_strategy_is_refused(text: str, told: str) -> None:
     assert told in str(error.value)
 
 
-def test_json_from_when_residuals_were_an_option_is_read() -> None:
-    tree = {"version": 1, "default": {"kind": "reduce", "wire": {"dtype": "int8", "error_feedback": True}}}
-    assert Strategy.from_json(json.dumps(tree)) == Strategy(default=Reduce(wire=Wire(dtype="int8")))
-    tree["default"]["wire"]["error_feedback"] = False
-    with pytest.raises(StrategyError, match="Wire has no field error_feedback"):
-        Strategy.from_json(json.dumps(tree))
-
-
 def test_json_without_what_has_a_default_is_read() -> None:
     rows = {"version": 1, "rules": [{"pattern": "*.table", "kind": "rows"}]}
     assert Strategy.from_json(json.dumps(rows)) == Strategy(rules=(Rule(pattern="*.table", sync=Rows()),))
