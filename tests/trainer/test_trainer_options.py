@@ -174,9 +174,9 @@ def test_a_callback_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
         (RunConfig(failure_config=FailureConfig(max_preemption_failures=2)), "max_preemption_failures=2"),  # type: ignore[call-arg]
         (RunConfig(failure_config=changed(FailureConfig(), relax_collectives_on_preemption=1)), "True or False"),
         (
-            RunConfig(failure_config=FailureConfig(preemption_grace_s=-1.0)),
+            RunConfig(failure_config=FailureConfig(preemption_grace_s=-1.0)),  # type: ignore[call-arg]
             "0 seconds or more and finite, but got -1.0",
-        ),  # type: ignore[call-arg]
+        ),
         (
             RunConfig(checkpoint_config=changed(CheckpointConfig(), num_to_keep=0)),
             "a whole number, 1 or more, but got 0",
