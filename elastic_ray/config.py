@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from elastic_ray.faults import Faults
 from elastic_ray.stragglers.detection import RESPONSES, Response, StragglerConfig
 from elastic_ray.unit import Unit, check_size
 from placement.arguments import NamesArguments
+from placement.checks import is_finite
 from placement.cluster.jobs import SPOT_USES, SpotUse
 from placement.cluster.sizes import AllowedSizes, MemoryNeed
 from placement.cluster.utility import Utility
@@ -147,7 +147,7 @@ class ElasticConfig(NamesArguments):
         elif isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name} must be a number, but got {value!r}")
         elif name.endswith("_s"):
-            if not (value > 0 and math.isfinite(value)):
+            if not (value > 0 and is_finite(value)):
                 raise ValueError(f"{name} must be above 0 seconds and finite, but got {value}")
         elif not isinstance(value, int):
             raise TypeError(f"{name} must be a whole number, but got {value!r}")
@@ -268,7 +268,7 @@ class SchedulingConfig(NamesArguments):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{name} must be a number, but got {value!r}")
-            if not (value > 0 and math.isfinite(value)):
+            if not (value > 0 and is_finite(value)):
                 raise ValueError(f"{name} must be above 0 and finite, but got {value}")
         if self.tenant_weight is not None and not self.tenant:
             raise ValueError(f"tenant_weight needs a tenant to weigh, but got {self.tenant_weight} and tenant=''")
@@ -280,5 +280,5 @@ class SchedulingConfig(NamesArguments):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{name} must be a number of {unit} or None, but got {value!r}")
-            if not (value > 0 and math.isfinite(value)):
+            if not (value > 0 and is_finite(value)):
                 raise ValueError(f"{name} must be above 0{what} and finite, but got {value}")

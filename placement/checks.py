@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ def check_number(
     finite: bool = False,
     error: type[ValueError] = ValueError,
 ) -> None:
-    """Raise an error if a number is NaN or outside its range.
+    """Raise an error if a value is not a number, is NaN, or is outside its range; booleans do not count as numbers.
 
     Args:
         least: Inclusive lower bound; exactly one of ``least`` and ``above`` must be given.
@@ -26,12 +27,27 @@ def check_number(
     Raises ValueError (or ``error``) if the number is invalid; the message gives the range and the value.
     """
     assert (least is None) != (above is None), "a range has one lower end"
-    inside = value >= least if least is not None else value > (above or 0.0)
-    if inside and (not finite or math.isfinite(value)):
-        return
+    if isinstance(value, (int, float, np.number)) and not isinstance(value, bool):
+        inside = value >= least if least is not None else value > (above or 0.0)
+        if inside and (not finite or is_finite(value)):
+            return
     bound = f"{least:g}" if least is not None else f"above {above:g}"
     said = " ".join(filter(None, [bound, unit, "or more" if least is not None else ""]))
-    raise error(f"{what} must be {said}, but got {value}")
+    raise error(f"{what} must be {said}, but got {value!r:.80}")
+
+
+def is_finite(value: Any) -> bool:
+    """True if a number is finite and within the range of a float, which whole numbers can exceed."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def check_kind(what: str, value: object, kind: Any, name: str, *, error: type[Exception] = TypeError) -> None:
+    """Raise TypeError (or ``error``) unless the value has the type ``kind``, which ``name`` describes."""
+    if not isinstance(value, kind):
+        raise error(f"{what} must be {name}, but got {value!r:.80}")
 
 
 def is_whole(value: object, least: int = 0) -> bool:

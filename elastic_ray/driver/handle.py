@@ -22,6 +22,7 @@ from elastic_ray.errors import JobLostError, TrainFunctionError
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.sealed import Raised, Sealed
+from placement.checks import is_finite
 from placement.ray_cluster.named_actors import ALLOCATOR, find_actor
 from placement.storage.storage_calls import call_storage
 from placement.text import printable
@@ -382,7 +383,7 @@ class JobHandle:
         """
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise TypeError(f"weight must be a number, but got {weight!r}")
-        if not (weight > 0 and math.isfinite(weight)):
+        if not (weight > 0 and is_finite(weight)):
             raise ValueError(f"weight must be above 0 and finite, but got {weight}")
         self._ask("weigh", float(weight))
 

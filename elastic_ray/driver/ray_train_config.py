@@ -18,6 +18,7 @@ from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig, 
 
 from elastic_ray.job_spec import RunSettings
 from placement.arguments import check_argument_names, meant
+from placement.checks import is_finite
 from placement.cluster.cluster import check_selector
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
@@ -132,7 +133,7 @@ def _check_amount(name: Any, amount: Any) -> None:
         raise TypeError(f"resources_per_worker must be keyed by resource names, but got {name!r}")
     if isinstance(amount, bool) or not isinstance(amount, int | float):
         raise TypeError(f"resources_per_worker[{name!r}] must be a number, but got {amount!r}")
-    if not (amount >= 0 and math.isfinite(amount)):
+    if not (amount >= 0 and is_finite(amount)):
         raise ValueError(f"resources_per_worker[{name!r}] must be 0 or more and finite, but got {amount}")
     if 0 < amount < 1e-4:
         raise ValueError(f"resources_per_worker[{name!r}] must be at least 0.0001, Ray's unit: got {amount}")

@@ -10,15 +10,13 @@ from typing import Literal
 
 from placement.arguments import NamesArguments
 from placement.autoscaling.autoscaler import Autoscaling
-from placement.checks import check_number
+from placement.checks import check_kind, check_number, check_whole
 from placement.planning.constraints import Constraints
 from placement.planning.tenants import Tenant, check_tenants
 from placement.ray_cluster.notices import NoticeConfig
 
-_NO_NUMBERS = (
-    *("tenants", "priorities", "one_multi_node_job_per_node", "notices", "autoscaling", "dashboard", "metrics"),
-    *("record", "storage"),
-)
+_TIMES = ("gather_s", "min_interval_s", "refresh_s", "silence_s", "orphan_timeout_s")
+_SWITCHES = ("rounds", "avoid_slow_nodes", "dashboard", "metrics")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,23 +79,23 @@ class AllocatorConfig(NamesArguments):
     storage: str | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.name not in _NO_NUMBERS:
-                check_number(field.name, getattr(self, field.name), least=0)
+        for name in _TIMES:
+            check_number(name, getattr(self, name), least=0, finite=name == "gather_s")
+        check_whole("log_length", self.log_length, least=1)
+        for name in _SWITCHES:
+            check_kind(name, getattr(self, name), bool, "True or False")
+        check_kind("notices", self.notices, NoticeConfig, "NoticeConfig(...)")
+        check_kind("priorities", self.priorities, Mapping, "a mapping such as {'prod-*': 10}")
         if self.one_multi_node_job_per_node not in (None, True, False):
             raise TypeError(
                 f"one_multi_node_job_per_node must be None, True or False, but got {self.one_multi_node_job_per_node!r}"
             )
-        check_number("log_length", self.log_length, least=1)
         check_tenants(self.tenants)
         for pattern, priority in self.priorities.items():
-            if isinstance(priority, bool) or not isinstance(priority, int):
+            if isinstance(priority, bool) or not isinstance(priority, int) or not isinstance(pattern, str):
                 raise TypeError(f"priorities[{pattern!r}] must be a whole number, but got {priority!r}")
-        if isinstance(self.autoscaling, str) and self.autoscaling != "auto":
+        if self.autoscaling not in ("auto", None) and not isinstance(self.autoscaling, Autoscaling):
             raise ValueError(f'autoscaling must be "auto", None or Autoscaling(...), but got {self.autoscaling!r}')
-        for name in ("dashboard", "metrics"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, but got {getattr(self, name)!r}")
         if self.record is not None and (not isinstance(self.record, str) or not os.path.isabs(self.record)):
             raise ValueError(f"record must be None or the absolute path of a file, but got {self.record!r}")
 

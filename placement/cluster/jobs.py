@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.checks import check_number
+from placement.checks import check_number, is_finite
 from placement.cluster.cluster import MARKET_LABEL, SPOT, Resources, check_selector
 from placement.cluster.node_record import NodeFailure
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
@@ -255,15 +255,15 @@ class JobView:
             check_number(f"{name} {where}", getattr(self, name), least=least, unit=unit, finite=name == "noise_growth")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise TypeError(f"priority {where} must be a whole number, but got {self.priority!r}")
-        if self.deadline_s is not None and not math.isfinite(self.deadline_s):
+        if self.deadline_s is not None and not is_finite(self.deadline_s):
             raise ValueError(f"deadline_s {where} must be None or seconds since the epoch, but got {self.deadline_s}")
         for name in ("weight", "tenant_weight"):
             value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            if value is not None and not (value > 0 and is_finite(value)):
                 raise ValueError(f"{name} {where} must be above 0 and finite, but got {value}")
         if self.spot not in SPOT_USES:
             raise ValueError(f"spot {where} must be one of {', '.join(SPOT_USES)}, but got {self.spot!r}")
-        if self.budget_usd is not None and not (self.budget_usd > 0 and math.isfinite(self.budget_usd)):
+        if self.budget_usd is not None and not (self.budget_usd > 0 and is_finite(self.budget_usd)):
             raise ValueError(f"budget_usd {where} must be None or above 0 USD, but got {self.budget_usd}")
         if self.label_selector:
             check_selector(self.label_selector, f"label_selector {where}")

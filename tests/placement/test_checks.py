@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
+import elastic_ray as er
+import tuning
+from placement import MemoryNeed, NodeType, Tenant
+from placement.allocator.config import AllocatorConfig
+from placement.autoscaling.autoscaler import AutoscalerConfig, Autoscaling
 from placement.checks import check_number, check_whole, is_whole
 from placement.errors import InputError
 
@@ -19,12 +26,54 @@ from placement.errors import InputError
         (math.nan, {"least": 1, "unit": "sample"}, "x must be 1 sample or more, but got nan"),
         (math.inf, {"least": 0, "finite": True}, "x must be 0 or more, but got inf"),
         (1.0, {"above": 1}, "x must be above 1, but got 1.0"),
+        (10**400, {"least": 0, "finite": True}, f"x must be 0 or more, but got 1{79 * '0'}"),
+        ("two", {"least": 0}, "x must be 0 or more, but got 'two'"),
+        (True, {"least": 0}, "x must be 0 or more, but got True"),
+        (None, {"above": 0}, "x must be above 0, but got None"),
     ],
 )
 def test_numbers_outside_their_range_are_refused(value: float, limits: dict[str, float], said: str) -> None:
     with pytest.raises(InputError) as caught:
         check_number("x", value, error=InputError, **limits)
     assert str(caught.value) == said
+
+
+def whole(cls: Any) -> Any:
+    """Return a value of a configuration class, to be changed in one field."""
+    node = NodeType(name="t4", resources={"CPU": 8.0})
+    fields: dict[Any, dict[str, Any]] = {
+        Tenant: {"name": "vision"},
+        NodeType: {"name": "t4", "resources": {"CPU": 8.0}},
+        Autoscaling: {"node_types": (node,)},
+        tuning.Promise: {"metric": "loss", "mode": "min"},
+        MemoryNeed: {"available_bytes": 80, "sharded_bytes": 10},
+    }
+    return cls(**fields.get(cls, {}))
+
+
+WRONG = (object(), -0.5, math.nan, "", "\n", b"x", [1, "a"], {1: 2}, {"CPU": math.nan}, True, 10**400, lambda: 1)
+ANY_NAME = ("tenant", "name", "metric", "priority")  # texts, or numbers that may be negative
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        *(AllocatorConfig, Autoscaling, AutoscalerConfig, NodeType, Tenant, MemoryNeed),
+        *(tuning.Promise, tuning.Sweep, er.SchedulingConfig, er.ElasticConfig),
+    ],
+)
+def test_an_operators_wrong_value_is_refused_by_name_where_it_is_given(cls: Any) -> None:
+    """Otherwise the allocator fails with it, later and in another process, and with it every job."""
+    good = whole(cls)
+    for field in dataclasses.fields(cls):
+        said = []
+        for value in WRONG:
+            try:
+                dataclasses.replace(good, **{field.name: value})
+            except (TypeError, ValueError) as error:
+                said.append(str(error))
+        assert not [each for each in said if "supported between" in each or "object is not" in each], field.name
+        assert len(said) >= (len(WRONG) - 4 if field.name in ANY_NAME else len(WRONG) - 1), field.name
 
 
 def test_the_ends_of_ranges_are_in_them_or_not() -> None:
