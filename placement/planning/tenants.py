@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from placement.arguments import NamesArguments
-from placement.checks import check_kind, check_number
+from placement.checks import check_kind, check_number, is_finite
 from placement.cluster.cluster import TOLERANCE, Allocation, Cluster, Node, Resources, add_amounts, slots, used_on_nodes
 from placement.cluster.jobs import JobView, worker_kind
 from placement.cluster.packing import FreeResources
@@ -42,7 +42,9 @@ class Tenant(NamesArguments):
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"name of a tenant must be text, but got {self.name!r}")
-        check_number(f"weight of tenant {self.name!r}", self.weight, above=0, finite=True)
+        number = isinstance(self.weight, int | float) and not isinstance(self.weight, bool)
+        if not number or not self.weight > 0 or not is_finite(self.weight):
+            raise ValueError(f"weight of tenant {self.name!r} must be above 0 and finite, but got {self.weight!r:.80}")
         check_kind(f"quota of tenant {self.name!r}", self.quota, Mapping, "a mapping such as {'GPU': 16}")
         for resource, amount in self.quota.items():
             check_kind(f"each resource in the quota of tenant {self.name!r}", resource, str, "text")
