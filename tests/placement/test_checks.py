@@ -62,7 +62,7 @@ ANY_NAME = ("tenant", "name", "metric", "priority")  # texts, or numbers that ma
         *(tuning.Promise, tuning.Sweep, er.SchedulingConfig, er.ElasticConfig),
     ],
 )
-def test_an_operators_wrong_value_is_refused_by_name_where_it_is_given(cls: Any) -> None:
+def test_an_operators_wrong_value_is_refused_by_name(cls: Any) -> None:
     """Otherwise the allocator fails with it, later and in another process, and with it every job."""
     good = whole(cls)
     for field in dataclasses.fields(cls):
