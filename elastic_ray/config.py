@@ -145,7 +145,7 @@ class ElasticConfig(NamesArguments):
         elif name.endswith("_s"):
             check_number(name, value, above=0, unit="seconds", finite=True)
         else:
-            check_whole(name, value)
+            check_whole(name, value, least=0 if name == "warm_workers_per_node" else None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,17 +36,31 @@ def check_number(
     """
     number: Any = value
     if type(value) not in _PLAIN and (isinstance(value, bool) or not isinstance(value, _NUMBERS)):
-        raise (error or TypeError)(f"{what} must be a number{unit and f' of {unit}'}, but got {value!r}")
+        raise (error or TypeError)(f"{what} must be a number{unit and f' of {unit}'}, but got {value!r:.80}")
     low = (least is None or number >= least) and (above is None or number > above)
     high = (most is None or number <= most) and (below is None or number < below)
-    if low and high and (not finite or math.isfinite(number)):
+    if low and high and (not finite or is_finite(number)):
         return
     said = [f"above {above:g} {unit}".strip()] if above is not None else []
     said += [" ".join(filter(None, (f"{least:g}", unit, "or more")))] if least is not None else []
     said += [f"at most {most:g}"] if most is not None else []
     said += [f"below {below:g}"] if below is not None else []
     said += ["finite"] if finite and most is None and below is None else []
-    raise (error or ValueError)(f"{what} must be {' and '.join(said)}, but got {value}")
+    raise (error or ValueError)(f"{what} must be {' and '.join(said)}, but got {value!s:.80}")
+
+
+def is_finite(value: Any) -> bool:
+    """True if a number is finite and within the range of a float, which whole numbers can exceed."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def check_kind(what: str, value: object, kind: Any, name: str, *, error: type[Exception] = TypeError) -> None:
+    """Raise TypeError (or ``error``) unless the value has the type ``kind``, which ``name`` describes."""
+    if not isinstance(value, kind):
+        raise error(f"{what} must be {name}, but got {value!r:.80}")
 
 
 def is_whole(value: object, least: int = 0) -> bool:
@@ -68,13 +82,12 @@ def check_whole(
     else:
         kind = error or TypeError
     bound = f", {least} or more" if least is not None else ""
-    raise kind(f"{what} must be a whole number{unit and f' of {unit}'}{bound}, but got {value!r}")
+    raise kind(f"{what} must be a whole number{unit and f' of {unit}'}{bound}, but got {value!r:.80}")
 
 
 def check_switch(what: str, value: object) -> None:
     """Raise TypeError unless the value is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{what} must be True or False, but got {value!r}")
+    check_kind(what, value, bool, "True or False")
 
 
 def check_choice(what: str, value: object, known: Collection[object]) -> None:

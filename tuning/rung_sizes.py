@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.arguments import NamesArguments
-from placement.checks import check_number
+from placement.checks import check_kind, check_number
 from placement.cluster.jobs import JobView, goodputs
 from tuning.trials import Promise, TrialRecord
 
@@ -58,6 +58,8 @@ class Sweep(NamesArguments):
     usd_per_worker_h: float | None = None
 
     def __post_init__(self) -> None:
+        if self.name is not None:
+            check_kind("name", self.name, str, "the sweep's name, or None")
         for field, unit in (("deadline_s", "seconds"), ("budget_usd", "USD"), ("usd_per_worker_h", "USD per hour")):
             if (value := getattr(self, field)) is not None:
                 check_number(field, value, above=0, unit=unit, finite=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 from elastic_ray.events import flattened
 from placement.arguments import NamesArguments
-from placement.checks import check_number
+from placement.checks import check_number, check_whole
 
 _MOST = 4.0
 _MOST_RUNGS = 32  # that are shown
@@ -57,6 +57,9 @@ class Promise(NamesArguments):
             raise ValueError(f"metric must be the name of a reported metric, but got {self.metric!r}")
         if self.mode not in ("max", "min"):
             raise ValueError(f"mode must be 'max' or 'min', but got {self.mode!r}")
+        check_whole("grace_period", self.grace_period)
+        if self.max_t is not None:
+            check_whole("max_t", self.max_t)
         if not 1 <= self.grace_period <= self._limit:
             raise ValueError(
                 f"grace_period must be between 1 and max_t ({self._limit:g}) reports, but got {self.grace_period}"

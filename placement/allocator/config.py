@@ -10,7 +10,7 @@ from typing import Literal
 
 from placement.arguments import NamesArguments
 from placement.autoscaling.autoscaler import Autoscaling
-from placement.checks import check_number, check_switch, check_whole
+from placement.checks import check_kind, check_number, check_switch, check_whole
 from placement.planning.constraints import Constraints
 from placement.planning.tenants import Tenant, check_tenants
 from placement.ray_cluster.notices import NoticeConfig
@@ -77,16 +77,19 @@ class AllocatorConfig(NamesArguments):
 
     def __post_init__(self) -> None:
         for name in ("gather_s", "min_interval_s", "refresh_s", "silence_s", "orphan_timeout_s"):
-            check_number(name, getattr(self, name), least=0)
+            check_number(name, getattr(self, name), least=0, finite=name == "gather_s")
         if self.one_multi_node_job_per_node not in (None, True, False):
             raise TypeError(
                 f"one_multi_node_job_per_node must be None, True or False, but got {self.one_multi_node_job_per_node!r}"
             )
         check_whole("log_length", self.log_length, least=1)
         check_tenants(self.tenants)
+        check_kind("notices", self.notices, NoticeConfig, "NoticeConfig(...)")
+        check_kind("priorities", self.priorities, Mapping, "a mapping such as {'prod-*': 10}")
         for pattern, priority in self.priorities.items():
+            check_kind("each pattern of priorities", pattern, str, "text")
             check_whole(f"priorities[{pattern!r}]", priority, least=None)
-        if isinstance(self.autoscaling, str) and self.autoscaling != "auto":
+        if self.autoscaling not in ("auto", None) and not isinstance(self.autoscaling, Autoscaling):
             raise ValueError(f'autoscaling must be "auto", None or Autoscaling(...), but got {self.autoscaling!r}')
         for name in ("rounds", "avoid_slow_nodes", "dashboard", "metrics"):
             check_switch(name, getattr(self, name))

@@ -17,7 +17,7 @@ from placement.autoscaling.cluster_file import read_cluster_file
 from placement.autoscaling.fleet import Fleet, build
 from placement.autoscaling.objectives.base import Demand, Objective, WantedSize, offers, within_utilities
 from placement.autoscaling.objectives.registry import make_objective
-from placement.checks import check_number
+from placement.checks import check_kind, check_number, check_whole
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources, by_node
 from placement.cluster.jobs import Account, Bill, JobView
 from placement.cluster.node_types import NodeType, check_types, obtainable, type_of
@@ -410,8 +410,9 @@ class Autoscaling(NamesArguments):
     def __post_init__(self) -> None:
         check_types(self.node_types)
         make_objective(self.objective, self.budget_usd_per_h)
-        if self.max_nodes is not None and not self.max_nodes >= 1:
-            raise ValueError(f"max_nodes must be None or 1 or more, but got {self.max_nodes}")
+        if self.max_nodes is not None:
+            check_whole("max_nodes", self.max_nodes, least=1)
+        check_kind("times", self.times, AutoscalerConfig, "AutoscalerConfig(...)")
         check_number("interval_s", self.interval_s, above=0, unit="seconds")
 
     @classmethod

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.checks import check_choice, check_number, check_whole
+from placement.checks import check_choice, check_number, check_whole, is_finite
 from placement.cluster.cluster import MARKET_LABEL, SPOT, Resources, check_selector
 from placement.cluster.node_record import NodeFailure
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
@@ -254,7 +254,7 @@ class JobView:
         for name, least, unit in (*_LEAST, *said):
             check_number(f"{name} {where}", getattr(self, name), least=least, unit=unit, finite=name == "noise_growth")
         check_whole(f"priority {where}", self.priority, least=None)
-        if self.deadline_s is not None and not math.isfinite(self.deadline_s):
+        if self.deadline_s is not None and not is_finite(self.deadline_s):
             raise ValueError(f"deadline_s {where} must be None or seconds since the epoch, but got {self.deadline_s}")
         for name in ("weight", "tenant_weight", "budget_usd"):
             if (value := getattr(self, name)) is not None:

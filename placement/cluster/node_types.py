@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from placement.checks import check_number
+from placement.checks import check_kind, check_number, check_whole
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node, Resources, matches, slots
 from placement.cluster.jobs import JobView
 from placement.errors import InputError, check_once
@@ -46,12 +46,22 @@ class NodeType:
     lasts_h: float = math.inf
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise InputError("name of a node type must be a non-empty string, but got ''")
+        if not self.name or not isinstance(self.name, str):
+            raise InputError(f"name of a node type must be a non-empty string, but got {self.name!r:.80}")
         where = f"of node type {self.name!r}"
+        check_kind(f"resources {where}", self.resources, Mapping, "a mapping such as {'GPU': 4}", error=InputError)
+        check_kind(f"labels {where}", self.labels, Mapping, "a mapping from text to text", error=InputError)
+        for resource, amount in self.resources.items():
+            check_kind(f"each resource {where}", resource, str, "text", error=InputError)
+            check_number(f"resource {resource!r} {where}", amount, least=0, finite=True, error=InputError)
+        for label, text in self.labels.items():
+            for each in (label, text):
+                check_kind(f"labels {where}", each, str, "a mapping from text to text", error=InputError)
+        for field in ("min_nodes", "max_nodes"):
+            check_whole(f"{field} {where}", getattr(self, field), error=InputError)
         if not any(amount > 0 for amount in self.resources.values()):
             raise InputError(f"resources {where} must name one above 0, such as {{'GPU': 4}}, but got {self.resources}")
-        if not 0 <= self.min_nodes <= self.max_nodes:
+        if self.min_nodes > self.max_nodes:
             raise InputError(
                 f"min_nodes and max_nodes {where} must satisfy 0 <= min <= max, "
                 f"but got {self.min_nodes} and {self.max_nodes}"
@@ -94,6 +104,9 @@ def obtainable(types: Sequence[NodeType]) -> tuple[Node, ...]:
 
 def check_types(types: Sequence[NodeType]) -> None:
     """Raise InputError if there are no node types, or a name occurs twice."""
+    check_kind("node_types", types, tuple | list, "a tuple of NodeType(...)", error=InputError)
+    for each in types:
+        check_kind("node_types", each, NodeType, "a tuple of NodeType(...)", error=InputError)
     if not types:
         raise InputError("node types must name one or more, but there are none: nothing could be asked for")
     check_once("node type", [each.name for each in types])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from placement.arguments import NamesArguments
-from placement.checks import check_number
+from placement.checks import check_kind, check_number
 from placement.cluster.cluster import TOLERANCE, Allocation, Cluster, Node, Resources, add_amounts, slots, used_on_nodes
 from placement.cluster.jobs import JobView, worker_kind
 from placement.cluster.packing import FreeResources
@@ -43,12 +43,15 @@ class Tenant(NamesArguments):
         if not isinstance(self.name, str):
             raise TypeError(f"name of a tenant must be text, but got {self.name!r}")
         check_number(f"weight of tenant {self.name!r}", self.weight, above=0, finite=True)
+        check_kind(f"quota of tenant {self.name!r}", self.quota, Mapping, "a mapping such as {'GPU': 16}")
         for resource, amount in self.quota.items():
+            check_kind(f"each resource in the quota of tenant {self.name!r}", resource, str, "text")
             check_number(f"quota[{resource!r}] of tenant {self.name!r}", amount, least=0)
 
 
 def check_tenants(tenants: Sequence[Tenant]) -> None:
     """Raise an error unless all elements are tenants with distinct names."""
+    check_kind("tenants", tenants, tuple | list, "a tuple of Tenant(...)")
     names = set()
     for tenant in tenants:
         if not isinstance(tenant, Tenant):

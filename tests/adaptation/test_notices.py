@@ -145,7 +145,7 @@ class SlowController:
 
 
 @pytest.mark.ray_cluster(num_cpus=1)
-def test_how_far_a_run_came_is_known_before_its_result(ray_cluster: Any, tmp_path: Path) -> None:
+def test_last_heartbeat_arrives_before_the_result(ray_cluster: Any, tmp_path: Path) -> None:
     controller: Any = SlowController.remote()  # type: ignore[attr-defined]
     assert ray.get(controller.answer.remote()) == [], "its process is there"
     assignment: Any = SimpleNamespace(controller=controller, worker="w1", unit=None, storage_path=str(tmp_path))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 
+import elastic_ray as er
+import tuning
+from placement import MemoryNeed, NodeType, Tenant
+from placement.allocator.config import AllocatorConfig
+from placement.autoscaling.autoscaler import AutoscalerConfig, Autoscaling
 from placement.checks import check_choice, check_number, check_switch, check_whole, is_whole
 from placement.errors import InputError
 
@@ -24,12 +30,51 @@ from placement.errors import InputError
         (1.5, {"above": 0, "most": 1, "finite": True}, "x must be above 0 and at most 1, but got 1.5"),
         ("1", {"least": 0, "unit": "seconds"}, "x must be a number of seconds, but got '1'"),
         (True, {"least": 0}, "x must be a number, but got True"),
+        (10**400, {"least": 0, "finite": True}, f"x must be 0 or more and finite, but got 1{79 * '0'}"),
     ],
 )
 def test_numbers_outside_their_range_are_refused(value: object, limits: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError) as caught:
         check_number("x", value, error=InputError, **limits)
     assert str(caught.value) == said
+
+
+def whole(cls: Any) -> Any:
+    """Return a value of a configuration class, to be changed in one field."""
+    node = NodeType(name="t4", resources={"CPU": 8.0})
+    fields: dict[Any, dict[str, Any]] = {
+        Tenant: {"name": "vision"},
+        NodeType: {"name": "t4", "resources": {"CPU": 8.0}},
+        Autoscaling: {"node_types": (node,)},
+        tuning.Promise: {"metric": "loss", "mode": "min"},
+        MemoryNeed: {"available_bytes": 80, "sharded_bytes": 10},
+    }
+    return cls(**fields.get(cls, {}))
+
+
+WRONG = (object(), -0.5, math.nan, "", "\n", b"x", [1, "a"], {1: 2}, {"CPU": math.nan}, True, 10**400, lambda: 1)
+ANY_NAME = ("tenant", "name", "metric", "priority")  # texts, or numbers that may be negative
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        *(AllocatorConfig, Autoscaling, AutoscalerConfig, NodeType, Tenant, MemoryNeed),
+        *(tuning.Promise, tuning.Sweep, er.SchedulingConfig, er.ElasticConfig),
+    ],
+)
+def test_an_operators_wrong_value_is_refused_by_name(cls: Any) -> None:
+    """Otherwise the allocator fails with it, later and in another process, and with it every job."""
+    good = whole(cls)
+    for field in dataclasses.fields(cls):
+        said = []
+        for value in WRONG:
+            try:
+                dataclasses.replace(good, **{field.name: value})
+            except (TypeError, ValueError) as error:
+                said.append(str(error))
+        assert not [each for each in said if "supported between" in each or "object is not" in each], field.name
+        assert len(said) >= (len(WRONG) - 4 if field.name in ANY_NAME else len(WRONG) - 1), field.name
 
 
 def test_the_ends_of_ranges_are_in_them_or_not() -> None:

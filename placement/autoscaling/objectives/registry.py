@@ -33,7 +33,8 @@ def make_objective(objective: str | Objective, budget_usd_per_h: float | None = 
     Raises:
         ValueError: The name is unknown, or "budget" and a budget were not given together.
     """
-    if isinstance(objective, str) and objective not in OBJECTIVES:
+    named = isinstance(objective, str) and objective in OBJECTIVES
+    if not named and (isinstance(objective, str) or not callable(getattr(objective, "decide", None))):
         raise ValueError(f"objective must be one of {', '.join(sorted(OBJECTIVES))}, but got {objective!r}")
     if (objective == "budget") != (budget_usd_per_h is not None):
         raise ValueError(
