@@ -49,6 +49,7 @@ from elastic_ray.parallel.refusals import (
     refuse_lazy,
     refuse_left_out,
     refuse_options,
+    refuse_parallel,
     refuse_steps_in_backward,
     refuse_wrapped,
     warn_of_no_effect,
@@ -185,6 +186,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         session = session_of_new_model()
         if session.run.unit is not None:
             refuse_in_unit(module)
+        elif (session.elastic or session.group.world_size > 1) and not is_sharded_model(module):
+            refuse_parallel(module)
         if session.elastic:
             refuse_graphed(module)
         self._bounded_tables = bounded_tables(module)
