@@ -69,7 +69,7 @@ def test_a_graph_of_one_shape_is_refused_in_jobs() -> None:
         er.AdaptiveDataParallel(*(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
-def test_a_model_that_torch_has_divided_is_refused_in_jobs_without_units() -> None:
+def test_a_model_of_dtensors_is_refused_without_units() -> None:
     model, _ = parts()
     session_of()
     install()
