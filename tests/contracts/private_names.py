@@ -286,8 +286,8 @@ _TORCH = (
             *("_version", "_indices", "_values", "_nnz", "_make_wrapper_subclass"),
             *("_backward_hooks", "_post_accumulate_grad_hooks", "_base"),
         ),
-        why="whether somebody has written to a gradient; rows of sparse ones; hooks that would see no gradient; of which "
-        "batch a part is",
+        why="whether somebody has written to a gradient; rows of sparse ones; hooks that would see no gradient; of "
+        "which batch a part is",
         instead="indices() and values() of coalesced gradients alone; comparing contents",
     ),
     PrivateNames(
