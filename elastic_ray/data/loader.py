@@ -467,6 +467,7 @@ class AdaptiveDataLoader(ResumableLoader):
             )
 
     def _micro_batches(self, batches: Sequence[Callable[[], Any]]) -> Iterator[Any]:
+        """Yield this rank's micro-batches of the step that has started."""
         step: Any = self._session.ledger.step  # begun when its batches were cut
         for micro, fetch in enumerate(batches):
             step.start_micro(micro)

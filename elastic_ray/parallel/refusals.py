@@ -70,6 +70,18 @@ def refuse_in_unit(module: torch.nn.Module) -> None:
             )
 
 
+def refuse_parallel(module: torch.nn.Module) -> None:
+    """Raise ValueError for models that torch's tensor parallelism has divided, in workers that are no units."""
+    for name, param in module.named_parameters():
+        mesh = getattr(param, "device_mesh", None)
+        if mesh is not None and mesh.mesh_dim_names != ALONE:
+            raise ValueError(
+                f"{name} is a DTensor, divided by torch's parallelize_module or distribute_tensor, but the workers "
+                "form no units: train with SchedulingConfig(unit=elastic_ray.Unit(...)) and divide the model over "
+                "elastic_ray.unit_mesh(), see docs/units.md; or leave the model whole"
+            )
+
+
 def check_stragglers(response: Any) -> StragglerConfig:
     """Check the response to slow workers that a train loop requests in a run without a trainer.
 

@@ -49,6 +49,7 @@ from elastic_ray.parallel.refusals import (
     refuse_lazy,
     refuse_left_out,
     refuse_options,
+    refuse_parallel,
     refuse_steps_in_backward,
     refuse_wrapped,
     warn_of_no_effect,
@@ -185,6 +186,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         session = session_of_new_model()
         if session.run.unit is not None:
             refuse_in_unit(module)
+        elif (session.elastic or session.group.world_size > 1) and not is_sharded_model(module):
+            refuse_parallel(module)
         if session.elastic:
             refuse_graphed(module)
         self._bounded_tables = bounded_tables(module)
@@ -312,7 +315,9 @@ class AdaptiveDataParallel(torch.nn.Module):
                 if step is not None and self._run.group.world_size == 1 and self._sync.is_open:
                     self._find_carried(step)
                 if step is not None and self._run.ledger.drawn.waits and torch.is_grad_enabled():
-                    self._check_drawn((args, kwargs))
+                    self._run.ledger.drawn.check(
+                        (args, kwargs), alone=not self._run.elastic and self._run.group.world_size == 1
+                    )
             if self._saved_buffers is not None and self.module.training:
                 self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
             if self._bounded_tables:
@@ -331,11 +336,6 @@ class AdaptiveDataParallel(torch.nn.Module):
                 raise
             let_go(error)
         return self._forward_in_parts(trains, args, kwargs)  # with the failed one's frames gone
-
-    def _check_drawn(self, given: Any) -> None:
-        """Raise RuntimeError if the model is trained on a batch of an earlier step; alone, that does no harm."""
-        if self._run.elastic or self._run.group.world_size > 1:
-            self._run.ledger.drawn.check(given)
 
     def _lose_step(self) -> bool:
         """Void the current step, which does not fit into memory; False if the error must be raised to the loop."""
@@ -538,12 +538,9 @@ class AdaptiveDataParallel(torch.nn.Module):
             if ledger.repeats_update and not self._sharded:
                 own.hooks.repeat(self._params_of(own), kwargs)
             return value
-        hooked = bool(own.optimizer._optimizer_step_pre_hooks)
-        if hooked:
+        if own.hooks.comes_first:
             kwargs = own.hooks.before(kwargs)
-            if ledger.failed:  # a hook's collective has lost the step
-                return value
-        if not own.tiles.idle and not own.tiles.decide():
+        if ledger.failed or (not own.tiles.idle and not own.tiles.decide()):  # a hook's collective may have lost it
             return value
         self._sync.applied()
         if not self._counts(own):
@@ -562,13 +559,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             untouched = Untouched(own.optimizer, self._params_of(own))
         ledger.updating = True
         rates = own.rates.scale(scale, has_statistics=self._sync.gives_statistics)
-        options = self._schedulers[own.number]
-        before = options.before_update()
         try:
-            with own.hooks.left_out(after=False) if hooked else nullcontext():
-                result = self._update(own, apply, **kwargs)
-            if before is not None:
-                options.keep_moved(before)
+            result = self._update(own, apply, **kwargs)
         except (MemoryError, RuntimeError) as error:
             alone = untouched is not None and self._run.progress.optimizers_stepped == 0 and not own.tiles.divided
             lost = is_out_of_memory(error) and alone and untouched is not None and untouched.undo()
@@ -586,12 +578,13 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def _update(self, own: OptimizerSteps, apply: Any, **kwargs: Any) -> Any:
         """Call ``apply``, measure how far it moves parameters if requested, then update tables' rows."""
-        meter = self._statistics.meter
-        update = apply if own.tiles.idle else functools.partial(own.tiles.update, apply)
-        if meter.on and meter.wants_update:
-            result = own.measured(functools.partial(update, **kwargs))
-        else:
-            result = update(**kwargs)
+        meter, options = self._statistics.meter, self._schedulers[own.number]
+        update = functools.partial(apply if own.tiles.idle else functools.partial(own.tiles.update, apply), **kwargs)
+        before = options.before_update()
+        with own.hooks.left_out(after=False) if own.hooks.comes_first else nullcontext():
+            result = own.measured(update) if meter.on and meter.wants_update else update()
+        if before is not None:
+            options.keep_moved(before)
         if self._sync.averages:
             self._sync.scale_moments(own.optimizer)
         if self._tables.tables and own is self._steps[0]:

@@ -107,7 +107,8 @@ def _order_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the dimensions of a dense tensor as they lie in memory; () for the usual order and for other tensors."""
     if tensor.is_contiguous() or tensor.layout != torch.strided:
         return ()
-    order = tuple(sorted(range(tensor.dim()), key=lambda each: -tensor.stride(each)))
+    strides = tensor.stride()
+    order = tuple(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
     return order if tensor.permute(order).is_contiguous() else ()
 
 

@@ -21,7 +21,7 @@ class DrawnBatches:
         self.start_pass()
 
     def start_pass(self) -> None:
-        """Forget earlier passes."""
+        """Drop what is known of an earlier pass."""
         self.looks = True  # no step of the pass has trained yet
         self.waits = False  # the first step has ended without training, and none has trained since
         self.ahead = False  # the same, but later steps have trained
@@ -41,8 +41,13 @@ class DrawnBatches:
         self.looks, self.ahead = not trained, self.waits and trained
         self.waits = not trained
 
-    def check(self, given: Any) -> None:
-        """Raise RuntimeError if ``given``, a model's arguments, are of the first batch, although its step is over."""
+    def check(self, given: Any, *, alone: bool) -> None:
+        """Raise RuntimeError if ``given``, a model's arguments, are of the first batch, although its step is over.
+
+        A rank that remains ``alone`` loses no step.
+        """
+        if alone:
+            return
         present = {id(each()) for each in self._present}
         first = {id(each()) for each in self._first if each() is not None} - present
         if any(id(each) in first or (each._base is not None and id(each._base) in first) for each in _tensors(given)):

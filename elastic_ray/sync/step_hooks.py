@@ -35,6 +35,11 @@ class StepHooks:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer: Any = optimizer
 
+    @property
+    def comes_first(self) -> bool:
+        """True if the optimizer has pre-step hooks."""
+        return bool(self._optimizer._optimizer_step_pre_hooks)
+
     def before(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Call the user's pre-step hooks with ``kwargs``; return the step's arguments as modified by the hooks.
 

@@ -284,9 +284,10 @@ _TORCH = (
         home="torch:Tensor",
         names=(
             *("_version", "_indices", "_values", "_nnz", "_make_wrapper_subclass"),
-            *("_backward_hooks", "_post_accumulate_grad_hooks"),
+            *("_backward_hooks", "_post_accumulate_grad_hooks", "_base"),
         ),
-        why="whether somebody has written to a gradient; rows of sparse ones; hooks that would see no gradient",
+        why="whether somebody has written to a gradient; rows of sparse ones; hooks that would see no gradient; of "
+        "which batch a part is",
         instead="indices() and values() of coalesced gradients alone; comparing contents",
     ),
     PrivateNames(

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
 from elastic_ray.run.current import set_session
+from elastic_ray.session.default_group import install
 from tests.loop.alone import session_of
 from tests.loop.ranks import RankFailedError, Ranks
 
@@ -64,6 +67,16 @@ def test_a_graph_of_one_shape_is_refused_in_jobs() -> None:
     session_of()
     with pytest.raises(ValueError, match=r"^1 was captured by .*make_graphed_callables.*reduce-overhead"):
         er.AdaptiveDataParallel(*(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+def test_a_model_of_dtensors_is_refused_without_units() -> None:
+    model, _ = parts()
+    session_of()
+    install()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    with pytest.raises(ValueError, match=r"0.weight is a DTensor.*unit=elastic_ray.Unit.*docs/units.md"):
+        er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
