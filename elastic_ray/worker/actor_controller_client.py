@@ -153,8 +153,9 @@ class ActorControllerClient:
         now_s = time.monotonic()
         for told_s, told in tuple(self._reported):
             if now_s - told_s < _UNWRITTEN_S and not self._is_mute(told):
-                is_report = isinstance(told, WorkerReport)
-                self.push(dataclasses.replace(told, checkpoint_ref=None, again=True) if is_report else told)
+                if isinstance(told, WorkerReport):
+                    told = dataclasses.replace(told, checkpoint_ref=None, again=True)
+                self.push(told)
 
     def repeat(self) -> bool:
         """Resend messages that were lost with a controller; return True if all have arrived. Thread-safe.
