@@ -323,6 +323,7 @@ class GenerationChanges(Roster):
             self._note(self.in_flight)
 
     def _note(self, flight: InFlight) -> None:
+        """Add the event for a generation that has taken effect."""
         started = flight.from_workers == 0
         kind = EventKind.STARTED if started else EventKind.FAILURE if flight.forced else EventKind.RESIZE
         self._out.append(
