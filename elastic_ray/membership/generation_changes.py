@@ -318,7 +318,7 @@ class GenerationChanges(Roster):
         self._note(flight)
 
     def _note_superseded(self) -> None:
-        """Note a generation that not all members have entered, because later proofs follow that of the others."""
+        """Add the event for a generation that not all members have entered: later proofs follow that of the others."""
         if self.in_flight is not None and self.in_flight.proof:
             self._note(self.in_flight)
 

@@ -233,7 +233,7 @@ def test_checkpoints_show_what_is_cut_off(lines: list[str]) -> None:
     assert lost.text.startswith("what led to step_10 is not in the file: its last lines are missing, or")
 
 
-def test_a_restarted_controller_notes_what_the_last_one_did_not(lines: list[str]) -> None:
+def test_a_restarted_controller_adds_the_missing_proof(lines: list[str]) -> None:
     events, last = [JobEvent.from_json(line) for line in lines], group(0, 9)
     assert has_proof(events, events[1].detail) and not has_proof(events, last.detail)
     assert not has_proof([JobEvent.from_json(PLAIN)], last.detail)
