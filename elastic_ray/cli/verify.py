@@ -78,13 +78,13 @@ def _automatic(storage: RunStorage, states: Sequence[StateFile], saved: dict[int
 
     for state in states:
         try:
-            run = check_whole(storage, state).tree.get("run")
+            tree = check_whole(storage, state).tree
         except CorruptStateError as error:
             if state in state_files(storage):  # else the running job has deleted it
                 yield False, str(error)
             continue
         with contextlib.suppress(TypeError, KeyError, AttributeError):  # another version's
-            progress = RunProgress.from_state(run)
+            progress = RunProgress.from_state(tree["run"])
             if progress.resume_point(state.resume_point.samples_left) != state.resume_point:
                 yield False, f"{state.path} is in {progress.place}, but its note says otherwise"
                 continue

@@ -35,6 +35,7 @@ from elastic_ray.record.controller_state import ControllerState, as_text, from_t
 from elastic_ray.record.event_log import EventLog
 from elastic_ray.record.losses import STUCK_FAILURES, Losses
 from elastic_ray.record.record import JobRecord
+from elastic_ray.record.verification import has_proof
 from elastic_ray.record.worker_errors import WorkerErrors
 from elastic_ray.record.writer import RecordWriter
 from elastic_ray.sealed import Raised, Sealed
@@ -414,12 +415,19 @@ class JobSupervisor:
         self.group.recover(told, state)
         workers = self.group.machine.world_size
         reason = f"its controller was restarted; {len(told)} of {len(state.processes)} workers are there"
-        self.events.add(EventKind.RECOVERED, state.world_size, workers, reason)
+        self.events.add(EventKind.RECOVERED, state.world_size, workers, reason, **self._unrecorded_proof(told))
         if state.preempted is not None:
             self._preemption.start(Allocated(nodes={}, reason=state.preempted), time.monotonic())
         if state.stopping:
             self.stop(state.preempted or _ASKED)
         self.allocator.soon()
+
+    def _unrecorded_proof(self, told: Sequence[WorkerReregistration]) -> dict[str, Any]:
+        """Return fields of an event with the workers' last proof, if the previous controller died before noting it."""
+        newest = max(told, key=lambda each: each.switched, default=None)
+        if newest is None or not newest.proof or has_proof(self.record.events, newest.proof):
+            return {}
+        return {"generation": newest.switched, "detail": newest.proof}
 
     async def open(self) -> None:
         """Find an earlier run's stored state under this name and prepare for workers; called before the first tick.

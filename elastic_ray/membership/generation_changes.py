@@ -121,6 +121,7 @@ class GenerationChanges(Roster):
 
     def _end(self, last: AllLost | Complete) -> None:
         self._ended = True
+        self._note_superseded()
         self._out.append(last)
 
     def _issue(self, members: list[WorkerRecord], *, forced: bool, reason: str, now_s: float) -> None:
@@ -136,6 +137,7 @@ class GenerationChanges(Roster):
             reason=reason,
             returned=tuple(self.returned.values()),
         )
+        self._note_superseded()
         self.in_flight = InFlight(
             spec=spec,
             forced=forced,
@@ -203,6 +205,7 @@ class GenerationChanges(Roster):
             self._out.append(Withdraw(generation=self.in_flight.spec.generation, to=to))
 
     def _idle(self) -> None:
+        self._note_superseded()
         self.current = self.in_flight = self._hope = None
 
     def _withdraw(self, reason: str, now_s: float) -> None:
@@ -312,6 +315,15 @@ class GenerationChanges(Roster):
     def _complete_switch(self, flight: InFlight) -> None:
         """Complete the switch, because all members have entered the generation in flight."""
         self.in_flight = None
+        self._note(flight)
+
+    def _note_superseded(self) -> None:
+        """Add the event for a generation that not all members have entered: later proofs follow that of the others."""
+        if self.in_flight is not None and self.in_flight.proof:
+            self._note(self.in_flight)
+
+    def _note(self, flight: InFlight) -> None:
+        """Add the event for a generation that has taken effect."""
         started = flight.from_workers == 0
         kind = EventKind.STARTED if started else EventKind.FAILURE if flight.forced else EventKind.RESIZE
         self._out.append(

@@ -8,7 +8,8 @@ passed to the machine as the signal that would normally have reported it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec
@@ -28,6 +29,7 @@ class SurvivingWorker:
     ready: Ready | None = None  # what it told when it had built its model; None before
     failed: StepFailed | None = None  # its failed collective, where it waits for the generation after that; else None
     pause: Pause = dataclasses.field(default_factory=Pause)  # that of its last change
+    proof: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what it reported of its state then
     starts_over: bool = False  # it ran out of memory, and builds its model anew with the state that it keeps
 
     @property

@@ -19,7 +19,7 @@ from elastic_ray.state.progress import BITS, FORMAT, Link, checksum, hash_of_all
 from placement.text import printable
 
 _ADDED = ("before", "link", "job", "seal")  # to a proof's facts
-_KINDS = (EventKind.STARTED, EventKind.RESIZE, EventKind.FAILURE, EventKind.PASS)
+_KINDS = (EventKind.STARTED, EventKind.RESIZE, EventKind.FAILURE, EventKind.RECOVERED, EventKind.PASS)
 # A file may be anybody's: what it counts is not to keep who verifies it busy for hours.
 _MOST = 10**10
 _sum_of_all = functools.lru_cache(maxsize=8)(hash_of_all)
@@ -61,6 +61,11 @@ def sealed(event: JobEvent, job: str) -> JobEvent:
     proof = {**event.detail["proof"], "job": job}
     named = dataclasses.replace(event, detail={**event.detail, "proof": proof})
     return dataclasses.replace(named, detail={**event.detail, "proof": {**proof, "seal": _seal(named)}})
+
+
+def has_proof(events: Iterable[JobEvent], detail: Mapping[str, Any]) -> bool:
+    """True if one of the events has the proof in ``detail``."""
+    return any(event.detail.get("proof", {}).get("link") == detail["proof"]["link"] for event in events)
 
 
 def _seal(event: JobEvent) -> int:

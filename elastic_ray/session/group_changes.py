@@ -242,6 +242,7 @@ class GroupChanges:
         pause = run.clock.resume(run.group.generation)
         run.ledger.clear_failure()
         self._set_shape(spec.batch or run.states.shape)
+        run.states.progress.proof = proof.link  # not before it is reported: nothing follows a proof that is lost
         self._controller.switched(spec.generation, pause, proof)
         return exchanged.passes
 
@@ -291,7 +292,7 @@ class GroupChanges:
                     f"this worker does not hold the state that it was sent when it joined: {told}"
                 )
             raise CommunicationFailedError(f"a joining worker does not hold the state that it was sent: {told}")
-        link = Link.after(
+        return Link.after(
             rows[0][2],
             {
                 "step": progress.steps,
@@ -303,8 +304,6 @@ class GroupChanges:
                 "bytes": sum(each.numel() * each.element_size() for each in tensors.values()),
             },
         )
-        progress.proof = link.link
-        return link
 
     def _set_shape(self, shape: BatchChoice | None) -> None:
         """Set a new batch shape, unless a policy has set one."""

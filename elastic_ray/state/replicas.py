@@ -188,7 +188,7 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _ROW = 8  # integers that are added up before they are weighed by their place
-_LARGE_BYTES = 1 << 16
+_LARGE_BYTES, _LARGE_ROW = 1 << 16, 64
 
 
 def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -219,27 +219,34 @@ def integers(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
 
 
-def _fold(values: torch.Tensor) -> torch.Tensor:
-    """Return one integer that depends on the values and their order; it wraps around identically on every device."""
-    whole = values.numel() // _ROW * _ROW
-    rows = values[:whole].view(-1, _ROW).sum(1, dtype=torch.int64)
-    rows = torch.cat([rows, values[whole:].to(torch.int64)])
-    return (rows * (2 * torch.arange(rows.numel(), device=rows.device) + 1)).sum()
+def _rows(values: torch.Tensor, length: int) -> list[torch.Tensor]:
+    """Return the sum of each row of ``length`` integers, and of those left over; it wraps around on every device."""
+    whole = values.numel() // length * length
+    rows = [values[:whole].view(-1, length).sum(1, dtype=torch.int64)]
+    return rows if whole == values.numel() else [*rows, values[whole:].sum(dtype=torch.int64).reshape(1)]
+
+
+def _fold(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one integer that depends on the rows' sums and their order."""
+    together = torch.cat(list(rows))
+    return (together * (2 * torch.arange(together.numel(), device=together.device) + 1)).sum()
 
 
 def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
-    """Return a 40-bit digest of the contents of ``tensors``, in order; 0 without tensors.
+    """Return a 40-bit digest of the contents of ``tensors`` and their order; 0 without tensors.
 
-    Small tensors are folded together, so that a model with many parameters needs few operations.
+    Small tensors are folded together, and so are sums of the rows of large ones, so that a model with many parameters
+    needs few operations. The order of values within a row is not seen.
     """
     together: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    folded: list[torch.Tensor] = []
+    large: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.layout == torch.strided and tensor.numel() * tensor.element_size() < _LARGE_BYTES:
             together.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach().reshape(-1))
         else:
-            folded.append(integers(tensor).sum(dtype=torch.int64))
-    folded += [_fold(integers(torch.cat(small))) for small in together.values()]
+            large.setdefault(tensor.device, []).extend(_rows(integers(tensor), _LARGE_ROW))
+    folded = [_fold(rows) for rows in large.values()]
+    folded += [_fold(_rows(integers(torch.cat(small)), _ROW)) for small in together.values()]
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in folded:
         by_device.setdefault(each.device, []).append(each)
@@ -268,7 +275,7 @@ def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], 
     counts = [row[0] for row in communicator.gather_ints([len(names)])]
     if len(set(counts)) > 1:
         return f"{sides} hold different numbers of tensors ({counts[ranks[0]]} and {counts[others]})"
-    sums = communicator.gather_ints([int(integers(each).sum(dtype=torch.int64)) for each in tensors.values()])
+    sums = communicator.gather_ints([digest_of_tensors([each]) for each in tensors.values()])
     first = next((n for n, name in enumerate(names) if sums[ranks[0]][n] != sums[others][n]), None)
     what = "values whose order differs" if first is None else f"different values in {names[first]}"
     return f"{sides} hold {what}"

@@ -76,7 +76,9 @@ class ActorControllerClient:
         self.paced = setup.paced
         self._unheard: dict[int, tuple[WorkerMessage, Any]] = {}
         self._sent = 0
-        self._reported: collections.deque[tuple[float, WorkerReport]] = collections.deque(maxlen=_MOST_REPORTED)
+        self._reported: collections.deque[tuple[float, WorkerReport | WorkerNotice]] = collections.deque(
+            maxlen=_MOST_REPORTED
+        )
         self._lock = threading.Lock()
         self._resumed = ""
         self.wanted = threading.Event()  # a heartbeat with rank 0's account, now
@@ -84,6 +86,7 @@ class ActorControllerClient:
         self.last_failed: StepFailed | None = None
         self.last_switched = 0
         self.pause = Pause()
+        self.proof: Mapping[str, Any] = {}
         self.starts_over = False
         self.gone = ""  # why the controller will never answer again, so that nothing waits for it; empty while it may
         # path of the checkpoint of the last report; None if it had none, or storage has not taken it
@@ -146,11 +149,13 @@ class ActorControllerClient:
             self._unheard[self._sent] = (message, self.push(message))
 
     def report_again(self) -> None:
-        """Resend recent reports, which the previous controller may have received but not written to storage."""
+        """Resend recent reports and proofs of passes, which the previous controller may not have written to storage."""
         now_s = time.monotonic()
-        for told_s, report in tuple(self._reported):
-            if now_s - told_s < _UNWRITTEN_S and not self._is_mute(report):
-                self.push(dataclasses.replace(report, checkpoint_ref=None, again=True))
+        for told_s, told in tuple(self._reported):
+            if now_s - told_s < _UNWRITTEN_S and not self._is_mute(told):
+                if isinstance(told, WorkerReport):
+                    told = dataclasses.replace(told, checkpoint_ref=None, again=True)
+                self.push(told)
 
     def repeat(self) -> bool:
         """Resend messages that were lost with a controller; return True if all have arrived. Thread-safe.
@@ -202,7 +207,8 @@ class ActorControllerClient:
 
     def switched(self, generation: int, pause: Pause, proof: Link) -> None:
         self.last_failed, self.last_switched, self.pause, self.starts_over = None, generation, pause, False
-        told = Switched(worker=self._worker, generation=generation, pause=pause, proof=proof.detail)
+        self.proof = proof.detail
+        told = Switched(worker=self._worker, generation=generation, pause=pause, proof=self.proof)
         if not self._is_mute(told):
             self.push(told)
 
@@ -264,7 +270,10 @@ class ActorControllerClient:
 
     def notify(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         logger.log(logging.DEBUG if kind == EventKind.PASS else logging.WARNING, "%s", text)
-        self.insist_on(WorkerNotice(worker=self._worker, kind=EventKind(kind), text=text, detail=detail))
+        message = WorkerNotice(worker=self._worker, kind=EventKind(kind), text=text, detail=detail)
+        if message.kind is EventKind.PASS:
+            self._reported.append((time.monotonic(), message))
+        self.insist_on(message)
 
     def tracker_dir(self) -> str:
         return self.tracker_files.folder()

@@ -175,6 +175,7 @@ class Worker:
             spec=membership.current if membership is not None else None,
             switched=link.last_switched,
             pause=link.pause,
+            proof=link.proof,
             ready=link.last_ready,
             failed=link.last_failed,
             starts_over=link.starts_over,

@@ -19,7 +19,7 @@ from elastic_ray.checkpoints.sharded.saver import write_state
 from elastic_ray.cli.app import cli
 from elastic_ray.driver.replay import ReplayResult, Window
 from elastic_ray.events import EventKind, JobEvent
-from elastic_ray.record.verification import Finding, sealed, verify_events
+from elastic_ray.record.verification import Finding, has_proof, sealed, verify_events
 from elastic_ray.state.progress import Link, RunProgress, hash_of_all
 from elastic_ray.state.resume_point import ResumePoint
 
@@ -235,6 +235,15 @@ def test_checkpoints_show_what_is_cut_off(lines: list[str]) -> None:
     assert lost.text.startswith("what led to step_10 is not in the file: its last lines are missing, or")
 
 
+def test_a_restarted_controller_adds_the_missing_proof(lines: list[str]) -> None:
+    events, last = [JobEvent.from_json(line) for line in lines], group(0, 9)
+    assert has_proof(events, events[1].detail) and not has_proof(events, last.detail)
+    assert not has_proof([JobEvent.from_json(PLAIN)], last.detail)
+    noted = group(events[-1].detail["proof"]["link"], 9)
+    found = verify_events([*lines, event(EventKind.RECOVERED, noted, 6).to_json()])
+    assert found[-1].proven and found[-1].text.startswith("generation 6 began at step 9")
+
+
 def test_redone_steps_are_named(lines: list[str]) -> None:
     again = group(json.loads(lines[1])["detail"]["proof"]["link"], 3)
     found = verify_events([*lines, event(EventKind.STARTED, again, 6).to_json()])
@@ -242,9 +251,11 @@ def test_redone_steps_are_named(lines: list[str]) -> None:
     assert redone.text.startswith("the steps after step 2 (generation 2) were redone from a checkpoint: generation 6")
 
 
+PLAIN = JobEvent(kind=EventKind.WARNING, time_s=1.0, from_workers=1, to_workers=1, reason="x").to_json()
+
+
 def test_events_without_proofs_prove_nothing() -> None:
-    plain = JobEvent(kind=EventKind.WARNING, time_s=1.0, from_workers=1, to_workers=1, reason="x").to_json()
-    assert states(verify_events([plain])) == [("line", False)]
+    assert states(verify_events([PLAIN])) == [("line", False)]
 
 
 @pytest.fixture

@@ -49,6 +49,14 @@ def test_a_digest_depends_on_the_order() -> None:
     assert digest_of_tensors([]) == 0
 
 
+@pytest.mark.parametrize("numel", [1000, 70_001, 1_000_000])
+def test_a_digest_sees_values_that_changed_places(numel: int) -> None:
+    values = torch.arange(numel, dtype=torch.float32)
+    swapped = values.clone()
+    swapped[[0, numel - 200]] = swapped[[numel - 200, 0]]
+    assert digest_of_tensors([values]) != digest_of_tensors([swapped])
+
+
 @pytest.mark.parametrize(
     ("told", "joined", "different"),
     [

@@ -16,6 +16,21 @@ from elastic_ray.membership.signals import (
 )
 from tests.membership.driver import CONFIG, Driver, ended, growing, kinds, members_of, only, plan_in, running
 
+
+def test_a_superseded_generation_is_noted_with_its_proof() -> None:
+    driver = running(2)
+    driver.target(n1=3)
+    driver.join("w3")
+    proof = {"proof": {"link": 5}}
+    driver.notify(Switched(worker="w1", generation=2, pause=Pause(), proof=proof))
+    out = driver.lost("w3")
+    (note,) = only(Note, out)
+    assert (note.kind, note.generation, note.from_workers, note.to_workers) == (EventKind.RESIZE, 2, 2, 3)
+    assert note.detail == proof, "what follows refers to it"
+    (then,) = only(Note, driver.switched(3, "w1", "w2"))
+    assert (then.kind, then.from_workers, then.to_workers) == (EventKind.FAILURE, 3, 2)
+
+
 # -- members that die ----------------------------------------------------------------------------------------------
 
 
