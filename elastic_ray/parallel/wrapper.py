@@ -66,6 +66,7 @@ from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
 from elastic_ray.sync.sharded.model_tables import ModelTables
 from elastic_ray.sync.sharded_parameters.model_checks import check_model, is_sharded_model, strategy_of
+from elastic_ray.sync.sharded_parameters.sharded_gradients import ShardedGradients
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
@@ -335,7 +336,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         if self._sharded:  # torch takes the failed pass as in progress
             self._sync.end_lost_pass(give_zero_gradients)
         if not trains:
-            agree = self._sync.before_calls if self._sharded else None
+            agree = self._sync.before_calls if isinstance(self._sync, ShardedGradients) else None
             return in_parts(self.module, args, kwargs, exact=True, agree=agree)
         return lost_output(self.module, args, kwargs, [] if self._sharded else self._trainable.params)
 
