@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -77,6 +77,7 @@ from placement.goodput.model import NoiseScale
 if TYPE_CHECKING:
     from elastic_ray.adaptation.runner import PolicyRunner
     from elastic_ray.steps.step import LoaderStep
+    from elastic_ray.sync.sharded_parameters.sharded_gradients import ShardedGradients
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 _ADDED_UP = (
@@ -347,7 +348,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         if self._sharded:  # torch takes the failed pass as in progress
             self._sync.end_lost_pass(give_zero_gradients)
         if not trains:
-            agree = self._sync.before_calls if self._sharded else None
+            agree = cast("ShardedGradients", self._sync).before_calls if self._sharded else None
             return in_parts(self.module, args, kwargs, exact=True, agree=agree)
         return lost_output(self.module, args, kwargs, [] if self._sharded else self._trainable.params)
 

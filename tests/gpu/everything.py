@@ -21,6 +21,7 @@ from pathlib import Path
 PYTHON = sys.executable
 FAULTS = ("all_reduce", "zero2", "fully_shard", "hsdp", "zero1", "ring", "int8", "local_sgd")
 SHOWN = 12  # lines
+END_S = 45.0  # a job that faults strike starts, ends and is compared in so long
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,11 +32,13 @@ class Program:
         name: of its file.
         arguments: after the interpreter's path.
         seconds: its longest time.
+        told: it takes ``--seconds``, ends by itself END_S later at most, and tells what it has found only then.
     """
 
     name: str
     arguments: tuple[str, ...]
     seconds: float = 120.0
+    told: bool = False
 
 
 def pytest_of(name: str, *arguments: str, seconds: float) -> Program:
@@ -46,8 +49,10 @@ def pytest_of(name: str, *arguments: str, seconds: float) -> Program:
 
 def faults_of(strategy: str, seed: int, seconds: float, folder: Path, *options: str) -> Program:
     """One job that faults strike."""
-    chosen = ("--seconds", f"{seconds}", "--seed", f"{seed}", "--spares", "6", "--out", f"{folder}", "--show", *options)
-    return Program(f"faults-{strategy}-{seed}", ("-m", "tests.gpu.faults", strategy, *chosen), seconds + 45.0)
+    chosen = ("--seed", f"{seed}", "--spares", "6", "--out", f"{folder}", "--show", *options)
+    return Program(
+        f"faults-{strategy}-{seed}", ("-m", "tests.gpu.faults", strategy, *chosen), seconds + END_S, told=True
+    )
 
 
 STEPS = (
@@ -77,11 +82,16 @@ def run(program: Program, folder: Path, until_s: float, saying: threading.Lock) 
     left_s = min(program.seconds, until_s - begin_s)
     file = folder / f"{program.name}.log"
     text = "no time"
-    if left_s > 10.0:
+    if left_s > 10.0 + (END_S if program.told else 0.0):
+        told = ("--seconds", f"{left_s - END_S:.0f}") if program.told else ()
         env = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "2", "PYTHONPATH": pythonpath()}
         with file.open("w") as out:
             process = subprocess.Popen(
-                [PYTHON, *program.arguments], stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True
+                [PYTHON, *program.arguments, *told],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
             )
             try:
                 text = f"exit status {process.wait(left_s)}"

@@ -322,7 +322,7 @@ def main() -> None:
     """Run one job, write all about it into a file, and print a line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("strategy")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default=os.environ.get("ELASTIC_RAY_TEST_DEVICE", "cuda"))
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pace", type=float, default=0.05)
