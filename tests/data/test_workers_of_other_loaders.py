@@ -32,6 +32,6 @@ print(sorted(seen), [int(index) for index in others[0]])
 @pytest.mark.thorough
 def test_nothing_is_said_of_them() -> None:
     run = [sys.executable, "-c", _SCRIPT]
-    answer = subprocess.run(run, check=True, capture_output=True, text=True, timeout=120)
+    answer = subprocess.run(run, check=True, capture_output=True, text=True, timeout=300)
     assert answer.stdout == "[0, 1, 2, 3] [0, 1, 2, 3]\n"
     assert "child process" not in answer.stderr

@@ -151,12 +151,12 @@ nccl._ABORT_S = 0.3
 class Hanging:
     def abort(self): threading.Event().wait()
 nccl.abort_nccl(Hanging())
-time.sleep(60)
+time.sleep(600)
 """
 
 
 def test_a_process_whose_abort_hangs_is_lost() -> None:
-    ended = subprocess.run([sys.executable, "-c", HANGS], cwd=ROOT, timeout=55, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", HANGS], cwd=ROOT, timeout=300, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL and "has not returned within 0.3 s" in ended.stderr
 
 

@@ -31,7 +31,7 @@ time.sleep(0.3)  # its own thread waits on
 @pytest.mark.thorough
 def test_process_ends_in_order_while_a_receiver_waits() -> None:
     """Python would end that thread within gloo's code, which aborts the process."""
-    ended = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=180, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
@@ -118,5 +118,5 @@ else:
 
 
 def test_forked_process_leaves_the_groups_of_its_own() -> None:
-    ended = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=180, check=True)
     assert ended.stdout.split() == ["child", "parent"]

@@ -34,7 +34,7 @@ def test_a_stack_names_functions_and_a_refusal_its_cause() -> None:
         if os.geteuid() == 0 and shutil.which("setpriv"):
             ask = f"from elastic_ray.observe.process_look import read_stack; print(read_stack({process.pid})[1])"
             less = ("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace")
-            told = subprocess.run([*less, sys.executable, "-c", ask], capture_output=True, text=True, timeout=120)
+            told = subprocess.run([*less, sys.executable, "-c", ask], capture_output=True, text=True, timeout=300)
             assert "its node does not allow ptrace" in told.stdout, told.stdout + told.stderr
         process.kill()
     assert "py-spy cannot read it" in read_stack(process.pid)[1]

@@ -47,7 +47,7 @@ class Pace:
         worker = current_session().worker
         self._made[worker] += 1
         if worker != self._late:
-            time.sleep(self.STEP_S)
+            time.sleep(self.STEP_S)  # a step
             return
         began_s, before = time.monotonic(), self._made.copy()
         others = [each for each in before if each != worker]

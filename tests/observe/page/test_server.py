@@ -146,7 +146,7 @@ def test_connections_that_send_nothing_whole_take_nobody_s_place(page: Page) -> 
         stream = messages(watching)
         assert next(stream)[0] == "snapshot"
         for _ in range(260):
-            connection = held.enter_context(socket.create_connection(("127.0.0.1", page.port), timeout=10))
+            connection = held.enter_context(socket.create_connection(("127.0.0.1", page.port), timeout=60))
             with contextlib.suppress(OSError):
                 connection.sendall(b"GET / HTTP/1.1\r\nHost: 127")
         for _ in range(5):
