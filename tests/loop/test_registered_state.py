@@ -248,6 +248,8 @@ def test_a_module_whose_buffer_is_expanded_is_restored(script: Any, first: Seque
 class Observed(nn.Module):
     """A net with an observer of each input's range, whose buffer has its size from the first batch on."""
 
+    largest: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.inner = net()
