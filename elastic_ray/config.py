@@ -9,7 +9,7 @@ from elastic_ray.faults import Faults
 from elastic_ray.stragglers.detection import RESPONSES, Response, StragglerConfig
 from elastic_ray.unit import Unit
 from placement.arguments import NamesArguments
-from placement.checks import check_choice, check_number, check_switch, check_whole
+from placement.checks import check_choice, check_number, check_switch, check_whole, plain_numbers
 from placement.cluster.jobs import SPOT_USES, SpotUse
 from placement.cluster.sizes import AllowedSizes, MemoryNeed
 from placement.cluster.utility import Utility
@@ -115,6 +115,7 @@ class ElasticConfig(NamesArguments):
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             self._check(field.name, getattr(self, field.name))
+        plain_numbers(self)
         if self.heartbeat_timeout_s >= self.collective_timeout_s:
             raise ValueError(
                 f"collective_timeout_s must be above heartbeat_timeout_s ({self.heartbeat_timeout_s:g} s), "
@@ -260,3 +261,4 @@ class SchedulingConfig(NamesArguments):
         if self.tenant_weight is not None and not self.tenant:
             raise ValueError(f"tenant_weight needs a tenant to weigh, but got {self.tenant_weight} and tenant=''")
         check_choice("spot", self.spot, SPOT_USES)
+        plain_numbers(self)

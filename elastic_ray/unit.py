@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from placement.checks import check_whole
+from placement.checks import check_whole, plain_number
 from placement.cluster.cluster import parts
 
 _SAME_SAMPLES = ("tp", "pp", "cp", "ep")
@@ -47,7 +47,7 @@ class Unit:
                 raise ValueError(f"dimensions of a Unit must be of {', '.join(known)}, but got {name!r}")
             check_whole(f"Unit({name}=)", size, least=1, unit="workers")
         object.__setattr__(self, "names", tuple(sizes))
-        object.__setattr__(self, "sizes", tuple(sizes.values()))
+        object.__setattr__(self, "sizes", plain_number(tuple(sizes.values())))
 
     @property
     def size(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,25 @@ def check_whole(
         kind = error or TypeError
     bound = f", {least} or more" if least is not None else ""
     raise kind(f"{what} must be a whole number{unit and f' of {unit}'}{bound}, but got {value!r:.80}")
+
+
+def plain_numbers(config: Any) -> None:
+    """Replace NumPy's numbers in a frozen dataclass, which the checks accept, with Python's, which JSON can hold."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if (plain := plain_number(value)) is not value:
+            object.__setattr__(config, field.name, plain)
+
+
+def plain_number(value: Any) -> Any:
+    """Return a NumPy number as Python's, also within tuples and mappings; any other value unchanged."""
+    if isinstance(value, np.integer | np.floating):
+        return value.item()
+    if type(value) is tuple:
+        return tuple(map(plain_number, value))
+    if isinstance(value, Mapping) and any(isinstance(each, np.generic) for each in value.values()):
+        return {key: plain_number(each) for key, each in value.items()}
+    return value
 
 
 def check_switch(what: str, value: object) -> None:

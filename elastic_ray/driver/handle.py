@@ -300,7 +300,7 @@ class JobHandle:
                 f"job {self.job!r} may have {low} to {high} workers, but got {workers}; the limits are those "
                 f"of ScalingConfig(num_workers=(min, max)){within}"
             )
-        self._ask("resize", workers)
+        self._ask("resize", int(workers))  # NumPy's too
 
     def release(self) -> None:
         """Let the allocator choose the job's size again, after :meth:`resize`."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 from placement.arguments import NamesArguments
 from placement.autoscaling.autoscaler import Autoscaling
-from placement.checks import check_kind, check_number, check_switch, check_whole
+from placement.checks import check_kind, check_number, check_switch, check_whole, plain_numbers
 from placement.planning.constraints import Constraints
 from placement.planning.tenants import Tenant, check_tenants
 from placement.ray_cluster.notices import NoticeConfig
@@ -89,6 +89,7 @@ class AllocatorConfig(NamesArguments):
         for pattern, priority in self.priorities.items():
             check_kind("each pattern of priorities", pattern, str, "text")
             check_whole(f"priorities[{pattern!r}]", priority, least=None)
+        plain_numbers(self)
         if self.autoscaling not in ("auto", None) and not isinstance(self.autoscaling, Autoscaling):
             raise ValueError(f'autoscaling must be "auto", None or Autoscaling(...), but got {self.autoscaling!r}')
         for name in ("rounds", "avoid_slow_nodes", "dashboard", "metrics"):

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from placement.checks import check_kind, check_number, check_whole
+from placement.checks import check_kind, check_number, check_whole, plain_numbers
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node, Resources, matches, slots
 from placement.cluster.jobs import JobView
 from placement.errors import InputError, check_once
@@ -69,6 +69,7 @@ class NodeType:
         for field in ("usd_per_h", "startup_s"):
             check_number(f"{field} {where}", getattr(self, field), least=0, finite=True, error=InputError)
         check_number(f"lasts_h {where}", self.lasts_h, above=0, unit="hours", error=InputError)
+        plain_numbers(self)
 
     @property
     def spot(self) -> bool:

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.checks import check_whole
+from placement.checks import check_whole, plain_numbers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class AllowedSizes:
         for name, values in (("sizes", self.sizes), ("multiple_of", (self.multiple_of,))):
             for value in values:
                 check_whole(name, value, least=1)
+        plain_numbers(self)
         if any(later <= sooner for sooner, later in zip(self.sizes, self.sizes[1:], strict=False)):
             raise ValueError(f"sizes must be ascending, each once, but got {self.sizes}")
         wrong = [size for size in self.sizes if size % self.multiple_of]
@@ -152,6 +153,7 @@ class MemoryNeed:
             check_whole(name, getattr(self, name), least=least)
         if self.shard_size is not None:
             check_whole("shard_size", self.shard_size, least=1)
+        plain_numbers(self)
         if self.available_bytes < self.replicated_bytes + min(self.sharded_bytes, 1):
             raise ValueError(
                 "available_bytes must be above replicated_bytes, because more workers do not reduce replicated bytes, "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from placement.arguments import NamesArguments
-from placement.checks import check_kind, check_number
+from placement.checks import check_kind, check_number, plain_numbers
 from placement.cluster.cluster import TOLERANCE, Allocation, Cluster, Node, Resources, add_amounts, slots, used_on_nodes
 from placement.cluster.jobs import JobView, worker_kind
 from placement.cluster.packing import FreeResources
@@ -47,6 +47,7 @@ class Tenant(NamesArguments):
         for resource, amount in self.quota.items():
             check_kind(f"each resource in the quota of tenant {self.name!r}", resource, str, "text")
             check_number(f"quota[{resource!r}] of tenant {self.name!r}", amount, least=0)
+        plain_numbers(self)
 
 
 def check_tenants(tenants: Sequence[Tenant]) -> None:

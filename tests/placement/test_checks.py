@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import Any
 
@@ -75,6 +76,31 @@ def test_an_operators_wrong_value_is_refused_by_name(cls: Any) -> None:
                 said.append(str(error))
         assert not [each for each in said if "supported between" in each or "object is not" in each], field.name
         assert len(said) >= (len(WRONG) - 4 if field.name in ANY_NAME else len(WRONG) - 1), field.name
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        er.SchedulingConfig(
+            priority=np.int64(3),  # type: ignore[arg-type]
+            weight=np.float32(2),  # type: ignore[arg-type]
+            budget_usd=np.float32(5),  # type: ignore[arg-type]
+            sizes=(np.int64(2), np.int64(4)),  # type: ignore[arg-type]
+            unit=np.int64(2),  # type: ignore[arg-type]
+        ),
+        er.SchedulingConfig(unit=er.Unit(tp=np.int64(2)), multiple_of=np.int64(2)),  # type: ignore[arg-type]
+        er.ElasticConfig(lease_s=np.float32(9), warm_workers_per_node=np.int64(1)),  # type: ignore[arg-type]
+        AllocatorConfig(priorities={"a": np.int64(3)}, log_length=np.int64(9)),  # type: ignore[arg-type, dict-item]
+        Tenant(name="a", weight=np.float32(2), quota={"GPU": np.int64(4)}),  # type: ignore[arg-type, dict-item]
+        NodeType(name="a", resources={"CPU": np.float32(8)}, max_nodes=np.int64(4)),  # type: ignore[arg-type, dict-item]
+        MemoryNeed(available_bytes=np.int64(80), sharded_bytes=np.int64(10)),  # type: ignore[arg-type]
+    ],
+)
+def test_numpys_numbers_become_pythons(config: Any) -> None:
+    """Journals, notes and the page are JSON: a controller with one of NumPy's would end its job."""
+    json.dumps(dataclasses.asdict(config))
+    if isinstance(config, er.SchedulingConfig):
+        assert {type(size) for size in config.allowed_sizes.sizes} <= {int} and type(config.unit_size) is int
 
 
 def test_the_ends_of_ranges_are_in_them_or_not() -> None:
