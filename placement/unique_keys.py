@@ -8,13 +8,15 @@ from typing import Any
 
 import yaml
 
+_MERGE = "tag:yaml.org,2002:merge"  # of "<<: *other", which may take in several mappings
+
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
                 if (key.tag, key.value) in seen:
                     raise yaml.composer.ComposerError(None, None, f"key {key.value!r} occurs twice", key.start_mark)
                 seen.add((key.tag, key.value))

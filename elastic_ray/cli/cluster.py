@@ -355,9 +355,9 @@ def forgive(name: str) -> str:
 
 def living_node(name: str, option: str) -> str:
     """Return the id of the living node with the address ``name``, or whose id starts with ``name``."""
-    living = [node for node in ray_nodes() if node["Alive"]]
+    living = [node for node in ray_nodes() if node["Alive"]] if name else []  # an unset variable names no node
     meant = [n["NodeID"] for n in living if n["NodeID"].startswith(name) or n.get("NodeManagerAddress") == name]
-    if not name or len(meant) != 1:  # "" is the beginning of every id, and what a shell makes of an unset variable
+    if len(meant) != 1:
         raise click.ClickException(
             f"{option} must name one living node by its id, the beginning of that, or its address, but {name!r} "
             f"means {len(meant)}; `elastic-ray nodes` lists them"

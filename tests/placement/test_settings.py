@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
@@ -17,6 +18,7 @@ from placement.errors import InputError
 from placement.planning.tenants import Tenant
 from placement.policies import GoodputPolicy
 from placement.ray_cluster.cluster_scaler import demand
+from placement.unique_keys import load_yaml
 from tests.placement.views import AT_ONCE, cluster, view
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +91,11 @@ def test_mistakes_are_told_with_their_place(tmp_path: Path, text: str, told: str
     with pytest.raises(InputError) as error:
         read(tmp_path, text)
     assert told in str(error.value)
+
+
+def test_a_mapping_may_take_in_several() -> None:
+    text = "- &base {weight: 2}\n- &gpus {quota: {GPU: 4}}\n- vision:\n    <<: *base\n    <<: *gpus\n"
+    assert load_yaml(text)[2] == yaml.safe_load(text)[2] == {"vision": {"weight": 2, "quota": {"GPU": 4}}}
 
 
 def test_a_quota_of_an_unknown_resource_is_refused() -> None:
