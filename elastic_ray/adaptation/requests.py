@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from elastic_ray.state.plain_metrics import plain_metrics
 from elastic_ray.sync.builders import NAMED
 from elastic_ray.sync.spec import TOPOLOGIES, Strategy
-from placement.checks import check_choice, check_number, check_whole
+from placement.checks import check_choice, check_number, check_whole, plain_number
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ def is_request(value: object) -> bool:
 
 def to_plain(request: Request) -> dict[str, Any]:
     """Return a request as plain values, for other ranks and checkpoints."""
-    values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    values = {field.name: plain_number(getattr(request, field.name)) for field in dataclasses.fields(request)}
     if isinstance(request, SetStrategy) and isinstance(request.strategy, Strategy):
         values["strategy"] = {"json": request.strategy.to_json()}
     return {"kind": type(request).__name__, **values}

@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +45,11 @@ REQUESTS: st.SearchStrategy[Any] = st.one_of(
 def test_requests_travel_as_json(request: Request) -> None:
     assert is_request(request)
     assert from_plain(json.loads(json.dumps(to_plain(request)))) == request
+
+
+@pytest.mark.parametrize("request_", [Resize(np.int64(2)), SetBatch(np.int64(8)), ScaleRate(np.float32(0.5))])  # type: ignore[arg-type]
+def test_numpys_numbers_travel_too(request_: Request) -> None:
+    assert from_plain(json.loads(json.dumps(to_plain(request_)))) == request_
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ class ReadyPolicy(Policy):
     def _whole(self, name: str, value: int, *, least: int) -> int:
         """Check that an argument is a whole number of at least ``least``, and return it."""
         check_whole(f"{type(self).__name__}({name})", value, least=least)
-        return value
+        return int(value)
 
     def _one_of(self, name: str, value: str, known: tuple[str, ...]) -> str:
         """Check that an argument is one of the ``known`` names, and return it."""
