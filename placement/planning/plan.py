@@ -236,16 +236,17 @@ def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:
         )
         return Reason(Cause.IMPOSSIBLE, (why,), way_out)
     empty = Cluster(nodes=tuple(dataclasses.replace(node, draining=False) for node in nodes))
-    if spans_nodes(view, empty) and room_for(view, empty, view.min_workers) == view.min_workers:
+    across = room_for(view, empty, view.min_workers) if spans_nodes(view, empty) else 0  # units on several nodes
+    if across == view.min_workers:
         return None
     where = f" with the labels {dict(selector)}" if selector else ""
     for name, need in sorted(view.bundle.items()):
         most = max(node.total.get(name, 0.0) for node in nodes)
-        if need > most + TOLERANCE:
+        if need > most + TOLERANCE and not across:
             why = f"one worker needs {need:g} {name}, but the largest node{where} has {most:g}"
             options = "use_gpu, resources_per_worker, accelerator_type"
             return Reason(Cause.IMPOSSIBLE, (why,), f"change ScalingConfig({options}) or add a node with {name}")
-    possible = sum(slots(node.total, view.bundle) for node in nodes)
+    possible = across or sum(slots(node.total, view.bundle) for node in nodes)
     if possible >= view.min_workers:
         return None
     if possible == 0:
@@ -254,7 +255,7 @@ def unsatisfiable(view: JobView, cluster: Cluster) -> Reason | None:
     why = f"it needs {view.min_workers} x {describe(view.bundle)}, but the empty cluster{where} holds {possible}"
     fewer = view.sizes.at_most(possible)
     way_out = (
-        f"lower ScalingConfig(num_workers), for example to ({fewer}, {view.min_workers})"
+        f"lower ScalingConfig(num_workers), for example to ({fewer * view.unit}, {view.min_workers * view.unit})"
         if fewer
         else f"SchedulingConfig({view.sizes}) allows none so small: change it, if it asks for too much"
     )

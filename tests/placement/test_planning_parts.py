@@ -288,6 +288,16 @@ NEED = MemoryNeed(available_bytes=50, sharded_bytes=300)  # fits from 12 workers
             "one unit needs 8 CPU, but the largest node has 4; .* a unit is 4 workers",
         ),
         (
+            view("a", bundle={"CPU": 4.0}, min_workers=3, max_workers=3, unit=4),
+            cluster(4, 4),
+            "it needs 3 x 4 CPU, but the empty cluster holds 2; .* for example to (8, 12), or add nodes; a unit is 4",
+        ),
+        (
+            view("a", bundle={"CPU": 8.0}, min_workers=2, max_workers=2, unit=4),
+            cluster(4, 4),
+            "it needs 2 x 8 CPU, but the empty cluster holds 1; .* for example to (4, 8), or add nodes",
+        ),
+        (
             view("a", bundle={"CPU": 1.0, "GPU": 2.0}),
             two(CPU=0.0, GPU=2.0),
             "no single node has 1 CPU + 2 GPU together; change ScalingConfig(resources_per_worker)",
