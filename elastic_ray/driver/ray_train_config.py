@@ -248,7 +248,10 @@ def check_env_fields(env: Mapping[str, Any], what: str) -> None:
     known = {field for name in RuntimeEnv.known_fields for field in (name, name.removeprefix("_"))}
     for field in env:
         if field not in known and not os.environ.get(_PLUGINS):
-            raise ValueError(f"{what}: there is no field {field!r}{meant(field, {n for n in known if n[0] != '_'})}")
+            hint = meant(field, {name for name in known if name[0] != "_"})
+            raise ValueError(
+                f"{what}: there is no field {field!r}{hint} (for a field of a plugin, set {_PLUGINS} here, too)"
+            )
 
 
 def _runtime_env(env: Any) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def test_what_a_run_cannot_be_is_refused(config: Any, message: str) -> None:
 
 def test_a_field_that_no_runtime_environment_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = RunConfig(worker_runtime_env={"pipp": ["einops"]})  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="no field 'pipp'; did you mean 'pip'"):
+    with pytest.raises(ValueError, match=r"no field 'pipp'; did you mean 'pip'.* set RAY_RUNTIME_ENV_PLUGINS"):
         read_run(config)
     monkeypatch.setenv("RAY_RUNTIME_ENV_PLUGINS", '[{"class": "some.PippPlugin"}]')
     assert read_run(config).runtime_env == {"pipp": ["einops"]}

@@ -109,9 +109,11 @@ def outcome(python: Path, command: tuple[str, ...], log: Path) -> str:
         try:
             running.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(running.pid, signal.SIGKILL)
-            running.wait()
             return f"not done after {LIMIT_S} s"
+        finally:  # whoever interrupts this one means that one, too
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)
+                running.wait()
     lines = log.read_text(errors="replace").strip().splitlines()
     if command == SMOKE:
         return ", ".join(
