@@ -17,7 +17,7 @@ from placement.autoscaling.cluster_file import read_cluster_file
 from placement.autoscaling.fleet import Fleet, build
 from placement.autoscaling.objectives.base import Demand, Objective, WantedSize, offers, within_utilities
 from placement.autoscaling.objectives.registry import make_objective
-from placement.checks import check_kind, check_number, check_whole
+from placement.checks import check_kind, check_number, check_whole, plain_numbers
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources, by_node
 from placement.cluster.jobs import Account, Bill, JobView
 from placement.cluster.node_types import NodeType, check_types, obtainable, type_of
@@ -414,6 +414,7 @@ class Autoscaling(NamesArguments):
             check_whole("max_nodes", self.max_nodes, least=1)
         check_kind("times", self.times, AutoscalerConfig, "AutoscalerConfig(...)")
         check_number("interval_s", self.interval_s, above=0, unit="seconds")
+        plain_numbers(self)
 
     @classmethod
     def from_file(

@@ -91,6 +91,7 @@ def test_an_operators_wrong_value_is_refused_by_name(cls: Any) -> None:
         er.SchedulingConfig(unit=er.Unit(tp=np.int64(2)), multiple_of=np.int64(2)),  # type: ignore[arg-type]
         er.ElasticConfig(lease_s=np.float32(9), warm_workers_per_node=np.int64(1)),  # type: ignore[arg-type]
         AllocatorConfig(priorities={"a": np.int64(3)}, log_length=np.int64(9)),  # type: ignore[arg-type, dict-item]
+        Autoscaling(node_types=(NodeType(name="a", resources={"CPU": 8.0}),), max_nodes=np.int64(4)),  # type: ignore[arg-type]
         Tenant(name="a", weight=np.float32(2), quota={"GPU": np.int64(4)}),  # type: ignore[arg-type, dict-item]
         NodeType(name="a", resources={"CPU": np.float32(8)}, max_nodes=np.int64(4)),  # type: ignore[arg-type, dict-item]
         MemoryNeed(available_bytes=np.int64(80), sharded_bytes=np.int64(10)),  # type: ignore[arg-type]

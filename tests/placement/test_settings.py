@@ -81,6 +81,10 @@ def test_what_a_file_leaves_out_is_as_before(tmp_path: Path) -> None:
         ("autoscaling: {cluster_file: none.yaml}", "none.yaml cannot be read"),
         ("autoscaling: {node_types: [{name: a, resource: {CPU: 1}}]}", "did you mean 'resources'?"),
         ("autoscaling: {node_types: [{name: a, resources: {CPU: 1}}], objective: cheap}", "cheap"),
+        (
+            "autoscaling: {node_types: [{name: a, resources: {CPU: 1}}], objective: budget, budget_usd_per_h: x}",
+            "autoscaling: budget_usd_per_h must be a number, but got 'x'",
+        ),
         ("- a", "must be a mapping, but got ['a']"),
         ("a: [", "cannot be read"),
         ("tenants: {a: {weight: 1}}\ntenants: {b: {weight: 2}}", "key 'tenants' occurs twice"),

@@ -9,6 +9,7 @@ from placement.autoscaling.objectives.base import Objective
 from placement.autoscaling.objectives.by_size import BySize
 from placement.autoscaling.objectives.cost_per_progress import Budget, CostPerProgress
 from placement.autoscaling.objectives.utility_band import UtilityBand
+from placement.checks import check_number
 from placement.policies.baselines.throughput_efficiency import ThroughputEfficiencyPolicy
 from placement.policies.baselines.utility_cost import UtilityCostPolicy
 
@@ -32,6 +33,7 @@ def make_objective(objective: str | Objective, budget_usd_per_h: float | None = 
 
     Raises:
         ValueError: The name is unknown, or "budget" and a budget were not given together.
+        TypeError, ValueError: The budget is not a number above 0.
     """
     named = isinstance(objective, str) and objective in OBJECTIVES
     if not named and (isinstance(objective, str) or not callable(getattr(objective, "decide", None))):
@@ -42,5 +44,6 @@ def make_objective(objective: str | Objective, budget_usd_per_h: float | None = 
             f"{objective!r} and {budget_usd_per_h}"
         )
     if budget_usd_per_h is not None:
+        check_number("budget_usd_per_h", budget_usd_per_h, above=0, finite=True)
         return Budget(usd_per_h=budget_usd_per_h)
     return OBJECTIVES[objective]() if isinstance(objective, str) else objective
