@@ -22,6 +22,13 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
                 seen.add((key.tag, key.value))
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:  # PyYAML's own, of a date such as 2024-02-30
+            why = f"{node.value!r:.80} is no value of its type: {error}"
+            raise yaml.constructor.ConstructorError(None, None, why, node.start_mark) from error
+
 
 def compose_yaml(text: str) -> Any:
     """Return YAML text as nodes, with the text of each value as written. Raises yaml.YAMLError."""
