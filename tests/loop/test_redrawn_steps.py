@@ -162,7 +162,7 @@ class Growing(torch.optim.Optimizer):
     """Keeps in its options how far it is, as Prodigy and schedule-free optimizers do."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "steps": 0, "size": torch.ones((), dtype=torch.float64)})
+        super().__init__(params, {"lr": 0.1, "steps": 0, "decay": 1.0, "size": torch.ones((), dtype=torch.float64)})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -173,11 +173,16 @@ class Growing(torch.optim.Optimizer):
                 p.sub_(p.grad * (group["lr"] * group["size"] / group["steps"]))
 
 
-def with_options() -> tuple[torch.Tensor, int]:
-    """Train with rates that the loop sets before each update, and options that the updates change."""
+def halve(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["decay"] *= 0.5
+
+
+def with_options() -> tuple[torch.Tensor, dict[str, Any]]:
+    """Train with rates that the loop sets before each update, and options that the updates and a hook change."""
     model = torch.nn.Linear(2, 1, bias=False).double()
     torch.nn.init.ones_(model.weight)
     optimizer = Growing(model.parameters())
+    optimizer.register_step_post_hook(lambda *_: halve(optimizer))
     wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
     x = torch.linspace(-1, 1, 2 * SAMPLES, dtype=torch.float64).view(SAMPLES, 2)
     for _ in er.remaining_epochs_until(1):
@@ -188,15 +193,15 @@ def with_options() -> tuple[torch.Tensor, int]:
             wrapped(rows).square().mean().backward()
             optimizer.step()
             steps["number"] += 1  # the ranks agree at the step's end
-    return model.weight.detach(), optimizer.param_groups[0]["steps"]
+    return model.weight.detach(), optimizer.param_groups[0]
 
 
 @pytest.mark.parametrize("moment", ["backward", "after_step"])
 @pytest.mark.parametrize("joins", [(), (3,)])
 def test_options_that_an_update_has_changed_stay_with_it(moment: str, joins: tuple[int, ...]) -> None:
     ((alone, _),) = run_job(with_options).results.values()
-    for weights, steps in run_job(with_options, [Kill(3, 2, moment, joins=joins)], first=(1, 2)).results.values():
-        assert steps == SAMPLES / BATCH
+    for weights, options in run_job(with_options, [Kill(3, 2, moment, joins=joins)], first=(1, 2)).results.values():
+        assert options["steps"] == SAMPLES / BATCH and options["decay"] == 0.5 ** options["steps"]
         torch.testing.assert_close(weights, alone, rtol=1e-12, atol=0)
 
 
