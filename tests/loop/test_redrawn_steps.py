@@ -158,6 +158,30 @@ def test_hooks_of_an_update_count_once(
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=0, msg=lambda text, n=name: f"{n}: {text}")
 
 
+def with_held_average() -> torch.Tensor:
+    """Train with an average of the net whose parameters the loop holds in a list; return what the model has of it."""
+    model = Hooked()
+    optimizer = torch.optim.SGD(model.net.parameters(), lr=0.1)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    averages = list(model.average.parameters())
+    x = torch.linspace(-1, 1, 2 * SAMPLES, dtype=torch.float64).view(SAMPLES, 2)
+    for _ in er.remaining_epochs_until(1):
+        for (rows,) in er.AdaptiveDataLoader(TensorDataset(x), batch_size=BATCH, shuffle=False):
+            optimizer.zero_grad()
+            wrapped(rows).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for average, parameter in zip(averages, model.net.parameters(), strict=True):
+                    average.lerp_(parameter, 0.1)
+    return model.average.weight.detach()
+
+
+def test_average_that_a_loop_holds_follows_after_a_lost_step() -> None:
+    (alone,) = run_job(with_held_average).results.values()
+    for found in run_job(with_held_average, [Kill(4, 2, "backward", joins=(3,))], first=(1, 2)).results.values():
+        torch.testing.assert_close(found, alone, rtol=1e-12, atol=0)
+
+
 class Growing(torch.optim.Optimizer):
     """Keeps in its options how far it is, as Prodigy and schedule-free optimizers do."""
 
