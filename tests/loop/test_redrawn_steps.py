@@ -187,12 +187,14 @@ class Growing(torch.optim.Optimizer):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "steps": 0, "decay": 1.0, "size": torch.ones((), dtype=torch.float64)})
+        self.param_groups[0]["sizes"] = torch.ones(2)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["steps"] += 1
             group["size"] *= 1.1
+            group["sizes"] = group["sizes"] * 2
             for p in group["params"]:
                 p.sub_(p.grad * (group["lr"] * group["size"] / group["steps"]))
 
@@ -226,6 +228,7 @@ def test_options_that_an_update_has_changed_stay_with_it(moment: str, joins: tup
     ((alone, _),) = run_job(with_options).results.values()
     for weights, options in run_job(with_options, [Kill(3, 2, moment, joins=joins)], first=(1, 2)).results.values():
         assert options["steps"] == SAMPLES / BATCH and options["decay"] == 0.5 ** options["steps"]
+        assert options["sizes"].tolist() == [2.0 ** options["steps"]] * 2
         torch.testing.assert_close(weights, alone, rtol=1e-12, atol=0)
 
 
