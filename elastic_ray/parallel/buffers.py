@@ -78,7 +78,10 @@ class SavedBuffers:
     def restore(self) -> None:
         """Restore the saved buffers, because the update was skipped."""
         for buffer, before in self._saved:
-            buffer.copy_(before)
+            if buffer.shape == before.shape:
+                buffer.copy_(before)
+            else:  # it has grown with its first batch
+                buffer.set_(before.clone())
 
     def mend(self) -> None:
         """Restore the saved buffers if the module's current buffers contain NaN or infinity."""
@@ -142,7 +145,10 @@ class WrittenTensors:
             if known is None or known.copied is None:
                 continue
             if known.version != known.tensor._version or not _same(known.tensor, known.copied):
-                known.tensor.copy_(known.copied)
+                if known.tensor.shape == known.copied.shape:
+                    known.tensor.copy_(known.copied)
+                else:  # it has grown with its first batch, as observers' buffers do
+                    known.tensor.set_(known.copied.clone())
             if name in holder:
                 holder[name] = known.tensor
 
@@ -182,3 +188,6 @@ class _Written:
     tensor: torch.Tensor
     version: int
     copied: torch.Tensor | None
+
+    def __deepcopy__(self, memo: Any) -> _Written:
+        return self  # a copy of the tensor would take its place in the module, and loops hold the tensor itself

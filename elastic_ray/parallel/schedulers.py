@@ -109,7 +109,7 @@ class Schedulers:
     def keep_moved(self, before: dict[tuple[int, str], tuple[Any, int]]) -> None:
         """Keep options that an update has changed (as Prodigy and schedule-free do): a lost step undoes no update."""
         for key, now in self._seen().items():
-            if now != before.get(key, now):
+            if not _same(now, before.get(key, now)):
                 self._moved[key] = copy.deepcopy(now[0])
 
     def _seen(self) -> dict[tuple[int, str], tuple[Any, int]]:
@@ -138,6 +138,14 @@ class Schedulers:
                     group[name].copy_(value)  # a compiled or captured step reads this object
                 else:
                     group[name] = value
+
+
+def _same(one: Any, other: Any) -> bool:
+    """True if two options are equal; False for arrays, and other values that cannot be compared at once."""
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):
+        return False
 
 
 def _with_inner(scheduler: Any) -> list[Any]:

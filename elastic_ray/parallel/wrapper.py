@@ -582,10 +582,14 @@ class AdaptiveDataParallel(torch.nn.Module):
         meter, options = self._statistics.meter, self._schedulers[own.number]
         update = functools.partial(apply if own.tiles.idle else functools.partial(own.tiles.update, apply), **kwargs)
         before = options.before_update()
-        with own.hooks.left_out(after=False) if own.hooks.comes_first else nullcontext():
+        # Hooks change options once more when a lost step is drawn again: what they change is not kept with the update.
+        apart = before is not None and not self._sharded and own.hooks.follows
+        with own.hooks.left_out(after=apart) if apart or own.hooks.comes_first else nullcontext():
             result = own.measured(update) if meter.on and meter.wants_update else update()
         if before is not None:
             options.keep_moved(before)
+        if apart and not self._run.ledger.failed:  # else parameters are not published yet
+            own.hooks.after(kwargs)
         if self._sync.averages:
             self._sync.scale_moments(own.optimizer)
         if self._tables.tables and own is self._steps[0]:

@@ -29,6 +29,9 @@ class InnerHook:
         self._call(optimizer, args, kwargs)
 
 
+_NO_HOOK = InnerHook(lambda *_: None)
+
+
 class StepHooks:
     """User hooks of an optimizer, called once per update regardless of the number of inner steps."""
 
@@ -39,6 +42,11 @@ class StepHooks:
     def comes_first(self) -> bool:
         """True if the optimizer has pre-step hooks."""
         return bool(self._optimizer._optimizer_step_pre_hooks)
+
+    @property
+    def follows(self) -> bool:
+        """True if the optimizer has post-step hooks."""
+        return bool(self._optimizer._optimizer_step_post_hooks)
 
     def before(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Call the user's pre-step hooks with ``kwargs``; return the step's arguments as modified by the hooks.
@@ -68,14 +76,14 @@ class StepHooks:
         """Disable the user's pre-step hooks within the context and, with ``after``, the post-step hooks too."""
         found: list[dict[int, Any]] = [self._optimizer._optimizer_step_pre_hooks]
         found += [self._optimizer._optimizer_step_post_hooks] if after else []
-        kept = [dict(hooks) for hooks in found]
+        kept = [{n: hook for n, hook in hooks.items() if not isinstance(hook, InnerHook)} for hooks in found]
         try:
-            for hooks, all_of_them in zip(found, kept, strict=True):
-                _become(hooks, {n: hook for n, hook in all_of_them.items() if isinstance(hook, InnerHook)})
+            for hooks, users in zip(found, kept, strict=True):
+                hooks.update(dict.fromkeys(users, _NO_HOOK))
             yield
         finally:
-            for hooks, all_of_them in zip(found, kept, strict=True):
-                _become(hooks, all_of_them)
+            for hooks, users in zip(found, kept, strict=True):  # other hooks may have removed some, or added others
+                hooks.update({n: hook for n, hook in users.items() if n in hooks})
 
     def after(self, kwargs: Mapping[str, Any]) -> None:
         """Call the user's post-step hooks with the step's keyword arguments."""
@@ -103,9 +111,3 @@ class StepHooks:
         for hook in list(hooks.values()):
             if not isinstance(hook, InnerHook):
                 hook(self._optimizer, (self._optimizer,), dict(kwargs))
-
-
-def _become(hooks: dict[int, Any], others: Mapping[int, Any]) -> None:
-    """Replace the hooks in place, because the handles for removing hooks refer to the dictionary."""
-    hooks.clear()
-    hooks.update(others)

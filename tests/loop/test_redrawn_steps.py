@@ -158,26 +158,57 @@ def test_hooks_of_an_update_count_once(
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=0, msg=lambda text, n=name: f"{n}: {text}")
 
 
+def with_held_average() -> torch.Tensor:
+    """Train with an average of the net whose parameters the loop holds in a list; return what the model has of it."""
+    model = Hooked()
+    optimizer = torch.optim.SGD(model.net.parameters(), lr=0.1)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    averages = list(model.average.parameters())
+    x = torch.linspace(-1, 1, 2 * SAMPLES, dtype=torch.float64).view(SAMPLES, 2)
+    for _ in er.remaining_epochs_until(1):
+        for (rows,) in er.AdaptiveDataLoader(TensorDataset(x), batch_size=BATCH, shuffle=False):
+            optimizer.zero_grad()
+            wrapped(rows).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for average, parameter in zip(averages, model.net.parameters(), strict=True):
+                    average.lerp_(parameter, 0.1)
+    return model.average.weight.detach()
+
+
+def test_average_that_a_loop_holds_follows_after_a_lost_step() -> None:
+    (alone,) = run_job(with_held_average).results.values()
+    for found in run_job(with_held_average, [Kill(4, 2, "backward", joins=(3,))], first=(1, 2)).results.values():
+        torch.testing.assert_close(found, alone, rtol=1e-12, atol=0)
+
+
 class Growing(torch.optim.Optimizer):
     """Keeps in its options how far it is, as Prodigy and schedule-free optimizers do."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "steps": 0, "size": torch.ones((), dtype=torch.float64)})
+        super().__init__(params, {"lr": 0.1, "steps": 0, "decay": 1.0, "size": torch.ones((), dtype=torch.float64)})
+        self.param_groups[0]["sizes"] = torch.ones(2)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["steps"] += 1
             group["size"] *= 1.1
+            group["sizes"] = group["sizes"] * 2
             for p in group["params"]:
                 p.sub_(p.grad * (group["lr"] * group["size"] / group["steps"]))
 
 
-def with_options() -> tuple[torch.Tensor, int]:
-    """Train with rates that the loop sets before each update, and options that the updates change."""
+def halve(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["decay"] *= 0.5
+
+
+def with_options() -> tuple[torch.Tensor, dict[str, Any]]:
+    """Train with rates that the loop sets before each update, and options that the updates and a hook change."""
     model = torch.nn.Linear(2, 1, bias=False).double()
     torch.nn.init.ones_(model.weight)
     optimizer = Growing(model.parameters())
+    optimizer.register_step_post_hook(lambda *_: halve(optimizer))
     wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
     x = torch.linspace(-1, 1, 2 * SAMPLES, dtype=torch.float64).view(SAMPLES, 2)
     for _ in er.remaining_epochs_until(1):
@@ -188,15 +219,16 @@ def with_options() -> tuple[torch.Tensor, int]:
             wrapped(rows).square().mean().backward()
             optimizer.step()
             steps["number"] += 1  # the ranks agree at the step's end
-    return model.weight.detach(), optimizer.param_groups[0]["steps"]
+    return model.weight.detach(), optimizer.param_groups[0]
 
 
 @pytest.mark.parametrize("moment", ["backward", "after_step"])
 @pytest.mark.parametrize("joins", [(), (3,)])
 def test_options_that_an_update_has_changed_stay_with_it(moment: str, joins: tuple[int, ...]) -> None:
     ((alone, _),) = run_job(with_options).results.values()
-    for weights, steps in run_job(with_options, [Kill(3, 2, moment, joins=joins)], first=(1, 2)).results.values():
-        assert steps == SAMPLES / BATCH
+    for weights, options in run_job(with_options, [Kill(3, 2, moment, joins=joins)], first=(1, 2)).results.values():
+        assert options["steps"] == SAMPLES / BATCH and options["decay"] == 0.5 ** options["steps"]
+        assert options["sizes"].tolist() == [2.0 ** options["steps"]] * 2
         torch.testing.assert_close(weights, alone, rtol=1e-12, atol=0)
 
 

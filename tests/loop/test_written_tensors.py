@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.parallel.buffers import BufferSync, WrittenTensors
+from elastic_ray.parallel.buffers import BufferSync, SavedBuffers, WrittenTensors
+from elastic_ray.state.progress import RunProgress
+from elastic_ray.state.shared_state import SharedState
 from tests.membership.groups import on_ranks
 
 
@@ -76,3 +78,27 @@ def test_unwritten_frozen_parameters_are_not_held_twice() -> None:
     first = [each.remember()[0] for each in (backbone, student)]
     assert [each is not None and each.copied is not None for each in first] == [False, True]
     assert all(each is not None and each.copied is None for each in (student.remember()[0], backbone.remember()[0]))
+
+
+def test_lost_step_puts_no_other_tensor_in_a_place() -> None:
+    """A loop may hold a teacher's parameters in a list, and move these."""
+    model, states = Teacher(trained=1), SharedState(RunProgress())
+    written, frozen = WrittenTensors(model), model.frozen
+    states.register_rollback(written.remember, written.roll_back, "written")
+    states.snapshot()
+    frozen.fill_(1.0)
+    states.roll_back()
+    assert model.frozen is frozen and not frozen.any()
+
+
+def test_buffer_that_has_grown_in_a_lost_step_shrinks_again() -> None:
+    model = torch.nn.Module()
+    model.register_buffer("seen", torch.zeros(0))
+    seen = model.get_buffer("seen")
+    written, saved = WrittenTensors(model), SavedBuffers(model)
+    for go_back in (lambda before: written.roll_back(before), lambda _: saved.restore()):
+        before = written.remember()
+        saved.save(None, goes_on=False)
+        seen.resize_(3).fill_(2.0)
+        go_back(before)
+        assert model.get_buffer("seen") is seen and seen.shape == (0,)

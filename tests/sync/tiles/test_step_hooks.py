@@ -111,3 +111,24 @@ def test_what_hooks_return_is_taken_or_refused() -> None:
             optimizer.step()
         handle.remove()
     assert len(inner) == 2
+
+
+def test_hook_may_remove_and_add_others() -> None:
+    """As with torch alone: hooks after an update remove one of those before it, or add one."""
+    model, called = nn.Linear(2, 1), list[str]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    once = optimizer.register_step_pre_hook(lambda *_: called.append("once"))
+
+    def change(*_: Any) -> None:
+        if "added" not in called:
+            called.append("change")
+            once.remove()
+            optimizer.register_step_pre_hook(lambda *_: called.append("added"))
+
+    optimizer.register_step_post_hook(change)
+    hooks = StepHooks(optimizer)
+    for _ in range(2):
+        hooks.before({})
+        with hooks.left_out(after=False):
+            optimizer.step()
+    assert called == ["once", "change", "added"]
