@@ -240,9 +240,10 @@ class GroupChanges:
         if run.wishes is not None:
             run.wishes.start()
         pause = run.clock.resume(run.group.generation)
+        # Not before: nothing is to follow a proof that is not reported. But ranks that have left steps copy it next.
+        run.states.progress.proof = proof.link
         run.ledger.clear_failure()
         self._set_shape(spec.batch or run.states.shape)
-        run.states.progress.proof = proof.link  # not before it is reported: nothing follows a proof that is lost
         self._controller.switched(spec.generation, pause, proof)
         return exchanged.passes
 
