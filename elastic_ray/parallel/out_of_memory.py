@@ -59,11 +59,12 @@ def in_parts(
         try:
             with torch.no_grad():
                 outputs = [_called(module, tree_unflatten(part, spec)) for part in parts]
-            return _joined(outputs, [min(size, samples - at) for at in range(0, samples, size)], exact=exact)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             let_go(error)
+        else:  # smaller parts would give nothing else
+            return _joined(outputs, [min(size, samples - at) for at in range(0, samples, size)], exact=exact)
     raise torch.OutOfMemoryError(f"{type(module).__name__} runs out of memory with {samples} samples, and with fewer")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import elastic_ray as er
 from elastic_ray.adaptation import Policy, PolicyView, Request, SetBatch
 from elastic_ray.loop.api import current_session
+from elastic_ray.parallel.out_of_memory import in_parts
 from elastic_ray.run.current import set_session
 from tests.loop.changing import run_job
 from tests.loop.ranks import RankFailedError, Ranks
@@ -254,6 +255,24 @@ def test_an_evaluation_gives_what_it_would_give() -> None:
     assert memory.refused == 4, "96, 48, 24 and 12 samples"
     memory.room = 1000
     assert torch.equal(found, model(x)) or torch.allclose(found, model(x), atol=1e-6)
+
+
+def test_outputs_that_parts_do_not_give_are_named_at_once() -> None:
+    class Mean(torch.nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if len(x) > 4:
+                raise torch.OutOfMemoryError("out of memory")
+            return x.mean()
+
+    mean = Mean()
+    with pytest.raises(
+        torch.OutOfMemoryError, match="its output for a part of a batch differs from that for the whole"
+    ):
+        in_parts(mean, (torch.ones(16),), {}, exact=True)
+    assert mean.calls == 1 + 4, "of 8 samples, and the parts that fit"
 
 
 def evaluated(rank: int | None, room: int = 30) -> list[float]:
