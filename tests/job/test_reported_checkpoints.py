@@ -238,12 +238,14 @@ def indices(storage: RunStorage, *, verify: bool = True) -> list[int]:
     return [each.index for each in found]
 
 
-def test_a_note_of_a_format_without_files_is_accepted(storage: RunStorage, source: Path) -> None:
+def test_a_note_that_lists_no_files_is_refused(storage: RunStorage, source: Path) -> None:
     note = Path(storage.persist_checkpoint(source, 1).path) / PROGRESS_FILE
     told = json.loads(note.read_text())
     del told["files"]
     note.write_text(json.dumps(told))
-    assert indices(storage) == [1]
+    problems: list[str] = []
+    assert not storage.stored_checkpoints(problems.append)
+    assert len(problems) == 1 and "its note does not list its files" in problems[0]
 
 
 def test_checkpoint_made_from_earlier_one_has_its_own_notes(storage: RunStorage, source: Path, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_codes_tell_kinds_numbers_and_details_apart() -> None:
         (Announced(Intent.SHARDS, 1, 0), "calls model 1, whose parameters lie with several ranks"),
         (
             Announced(Intent.SHARDS, 1, 4 * 3),
-            "memory in an evaluation, and calls model 1, whose parameters lie with several ranks, in 3 parts",
+            "runs out of memory in an evaluation, and calls model 1, whose parameters lie with several ranks, in 3",
         ),
         (Announced(Intent.SHARDS, 1, 1), "gathers or reduces another part of model 1, whose parameters lie with"),
         (
