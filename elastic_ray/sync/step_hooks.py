@@ -93,14 +93,16 @@ class StepHooks:
     def repeat(self, params: Iterable[torch.Tensor], kwargs: Mapping[str, Any]) -> None:
         """Call the user's hooks for an update that was applied before its step was lost and drawn again.
 
-        ``params`` and the optimizer's state have kept what the hooks did to them, and keep it now.
+        ``params`` and the optimizer's state have kept what the hooks did to them, and keep it now. Their copies are in
+        host memory, because a device may not have room for them twice.
         """
         hooks = self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks
         if not any(hooks):
             return
         states = (state for state in self._optimizer.state.values() if isinstance(state, Mapping))
         held = (each for state in states for each in state.values())
-        kept = [(each, each.detach().clone()) for each in (*params, *held) if isinstance(each, torch.Tensor)]
+        tensors = (each for each in (*params, *held) if isinstance(each, torch.Tensor))
+        kept = [(each, each.detach().to("cpu", copy=True)) for each in tensors]
         with torch.enable_grad():
             for each in hooks:
                 self._call(each, kwargs)
