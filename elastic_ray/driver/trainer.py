@@ -45,7 +45,6 @@ from elastic_ray.run.current import in_worker
 from elastic_ray.worker.train_loop import pack
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
-from placement.planning.plan import unsatisfiable
 from placement.ray_cluster.autoscaler_presence import living_nodes, may_autoscale
 from placement.storage.storage_calls import call_storage
 
@@ -312,6 +311,8 @@ def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling
 
 def check_resources(spec: JobSpec) -> None:
     """Raise ImpossibleResourcesError if the cluster could never run the job; only warn if an autoscaler could help."""
+    from placement.planning.plan import unsatisfiable  # imports the policies, which trials do not need
+
     scheduling = spec.scheduling
     view = JobView(
         job=spec.job,
