@@ -81,7 +81,7 @@ class SavedBuffers:
             if buffer.shape == before.shape:
                 buffer.copy_(before)
             else:  # it has grown with its first batch
-                buffer.set_(before.clone())
+                buffer.set_(before.clone())  # type: ignore[call-overload]
 
     def mend(self) -> None:
         """Restore the saved buffers if the module's current buffers contain NaN or infinity."""
@@ -148,7 +148,7 @@ class WrittenTensors:
                 if known.tensor.shape == known.copied.shape:
                     known.tensor.copy_(known.copied)
                 else:  # it has grown with its first batch, as observers' buffers do
-                    known.tensor.set_(known.copied.clone())
+                    known.tensor.set_(known.copied.clone())  # type: ignore[call-overload]
             if name in holder:
                 holder[name] = known.tensor
 

@@ -115,15 +115,17 @@ class Schedulers:
     def _seen(self) -> dict[tuple[int, str], tuple[Any, int]]:
         return {
             (place, name): (value, getattr(value, "_version", 0))
-            for place, group in enumerate(self._optimizer.param_groups)
-            for name, value in group.items()
-            if name != "params"
+            for place, values in enumerate(self._numbers())
+            for name, value in values.items()
         }
 
     def _rates(self) -> list[dict[str, Any]]:
         """Return the numbers in the optimizer's groups, which schedulers and loops change."""
         if not self._run.ledger.depth:
             self._moved.clear()
+        return self._numbers()
+
+    def _numbers(self) -> list[dict[str, Any]]:
         kinds, groups = (int, float, tuple, torch.Tensor), self._optimizer.param_groups
         return [
             {k: v for k, v in group.items() if isinstance(v, kinds) and not getattr(v, "requires_grad", False)}

@@ -539,8 +539,19 @@ class AdaptiveDataParallel(torch.nn.Module):
             if ledger.repeats_update and not self._sharded:
                 own.hooks.repeat(self._params_of(own), kwargs)
             return value
+        step = ledger.outermost
+        # Memory runs out with the first update, which makes the optimizer's state, or with a batch that is larger.
+        untouched = None
+        larger = step is not None and max(map(max, step.sizes)) > self._run.states.progress.fits
+        if larger or (step is not None and id(own.optimizer) in self._untried):
+            untouched = Untouched(own.optimizer, self._params_of(own))
         if own.hooks.comes_first:
-            kwargs = own.hooks.before(kwargs)
+            try:
+                kwargs = own.hooks.before(kwargs)
+            except (MemoryError, RuntimeError) as error:
+                if not self._lose_update(own, untouched, error):
+                    raise
+                return value
         if ledger.failed or (not own.tiles.idle and not own.tiles.decide()):  # a hook's collective may have lost it
             return value
         self._sync.applied()
@@ -549,26 +560,16 @@ class AdaptiveDataParallel(torch.nn.Module):
                 table.leave_out()
             ledger.applied()
             return value
-        step = ledger.outermost
         scale = step.scale if step is not None else 1.0
         if own is self._steps[0]:  # the others' steps are of the same samples
             self._tracker.advance(scale, None if scale == 1.0 else self.noise_scale)
-        # Memory runs out with the first update, which makes the optimizer's state, or with a batch that is larger.
-        untouched = None
-        larger = step is not None and max(map(max, step.sizes)) > self._run.states.progress.fits
-        if larger or (step is not None and id(own.optimizer) in self._untried):
-            untouched = Untouched(own.optimizer, self._params_of(own))
         ledger.updating = True
         rates = own.rates.scale(scale, has_statistics=self._sync.gives_statistics)
         try:
             result = self._update(own, apply, **kwargs)
         except (MemoryError, RuntimeError) as error:
-            alone = untouched is not None and self._run.progress.optimizers_stepped == 0 and not own.tiles.divided
-            lost = is_out_of_memory(error) and alone and untouched is not None and untouched.undo()
-            if not lost or not self._lose_step():
+            if not self._lose_update(own, untouched, error):
                 raise
-            ledger.updating = False
-            let_go(error)
             return value
         finally:
             if rates is not None:
@@ -576,6 +577,16 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._untried.discard(id(own.optimizer))
         ledger.applied()
         return result
+
+    def _lose_update(self, own: OptimizerSteps, untouched: Untouched | None, error: BaseException) -> bool:
+        """Void a step whose update has run out of memory; False if the error must be raised to the loop."""
+        alone = untouched is not None and self._run.progress.optimizers_stepped == 0 and not own.tiles.divided
+        lost = is_out_of_memory(error) and alone and untouched is not None and untouched.undo()
+        if not lost or not self._lose_step():
+            return False
+        self._run.ledger.updating = False
+        let_go(error)
+        return True
 
     def _update(self, own: OptimizerSteps, apply: Any, **kwargs: Any) -> Any:
         """Call ``apply``, measure how far it moves parameters if requested, then update tables' rows."""

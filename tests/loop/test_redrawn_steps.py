@@ -188,6 +188,9 @@ class Growing(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "steps": 0, "decay": 1.0, "size": torch.ones((), dtype=torch.float64)})
         self.param_groups[0]["sizes"] = torch.ones(2)
+        self.param_groups[0]["learned"] = (
+            torch.ones((), requires_grad=True) * 1
+        )  # by its own gradient, as hyperrates are
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -195,6 +198,8 @@ class Growing(torch.optim.Optimizer):
             group["steps"] += 1
             group["size"] *= 1.1
             group["sizes"] = group["sizes"] * 2
+            with torch.enable_grad():
+                group["learned"] = group["learned"] * 2
             for p in group["params"]:
                 p.sub_(p.grad * (group["lr"] * group["size"] / group["steps"]))
 
@@ -291,15 +296,15 @@ def test_a_loss_in_an_evaluation_leaves_the_step(strategy: Any, worker: int) -> 
 
 
 class Misses:
-    """Makes worker 3 miss the end of the first evaluation, which the others have heard of.
+    """Makes a worker miss the end of the first evaluation, which the others have heard of.
 
     Attributes:
         who: The worker, once it has.
         left: Called on it after that, within the step that it has left.
     """
 
-    def __init__(self, left: Callable[[], None] = lambda: None) -> None:
-        self.who, self._left = list[str](), left
+    def __init__(self, left: Callable[[], None] = lambda: None, *, worker: str = "w3") -> None:
+        self.who, self._left, self._worker = list[str](), left, worker
 
     def _missed(self, *args: Any, **options: Any) -> None:
         passes = current_session().passes
@@ -310,7 +315,7 @@ class Misses:
 
     def __call__(self) -> None:
         session = current_session()
-        if session.worker == "w3" and session.progress.steps == 3 and not self.who:
+        if session.worker == self._worker and session.progress.steps == 3 and not self.who:
             vote = session.passes._vote
             session.passes._vote = lambda what, *args, **options: (
                 self._missed(what, *args, **options)
@@ -332,6 +337,16 @@ def test_who_misses_an_evaluations_end_draws_the_step_too(strategy: Any, loses: 
     assert misses.who == ["w3"] and outcome.told == []
     assert list(outcome.results.values()) == [SAMPLES / BATCH] * (3 if loses is None else 2)
     assert outcome.passes[0][2]["proof"]["samples"] == SAMPLES
+
+
+@pytest.mark.parametrize("worker", ["w1", "w3"])
+def test_proofs_follow_the_group_where_steps_were_left(worker: str) -> None:
+    """The first rank's are recorded."""
+    misses = Misses(worker=worker)
+    outcome = run_job(lambda: summed("all_reduce", misses), first=WORKERS)
+    assert misses.who == [worker]
+    last = {proof.link for proof in outcome.proofs[max(outcome.proofs)].values()}
+    assert {outcome.passes[0][2]["proof"]["before"]} == last
 
 
 def test_left_steps_end_no_later_pass() -> None:
