@@ -176,7 +176,7 @@ def with_held_average() -> torch.Tensor:
     return model.average.weight.detach()
 
 
-def test_average_that_a_loop_holds_follows_after_a_lost_step() -> None:
+def test_average_that_a_loop_holds_follows_after_loss() -> None:
     (alone,) = run_job(with_held_average).results.values()
     for found in run_job(with_held_average, [Kill(4, 2, "backward", joins=(3,))], first=(1, 2)).results.values():
         torch.testing.assert_close(found, alone, rtol=1e-12, atol=0)

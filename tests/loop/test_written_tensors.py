@@ -80,7 +80,7 @@ def test_unwritten_frozen_parameters_are_not_held_twice() -> None:
     assert all(each is not None and each.copied is None for each in (student.remember()[0], backbone.remember()[0]))
 
 
-def test_lost_step_puts_no_other_tensor_in_a_place() -> None:
+def test_lost_step_puts_no_other_tensor_in_place() -> None:
     """A loop may hold a teacher's parameters in a list, and move these."""
     model, states = Teacher(trained=1), SharedState(RunProgress())
     written, frozen = WrittenTensors(model), model.frozen
@@ -91,7 +91,7 @@ def test_lost_step_puts_no_other_tensor_in_a_place() -> None:
     assert model.frozen is frozen and not frozen.any()
 
 
-def test_buffer_that_has_grown_in_a_lost_step_shrinks_again() -> None:
+def test_buffer_that_grew_in_lost_step_shrinks() -> None:
     model = torch.nn.Module()
     model.register_buffer("seen", torch.zeros(0))
     seen = model.get_buffer("seen")
