@@ -47,9 +47,12 @@ def test_requests_travel_as_json(request: Request) -> None:
     assert from_plain(json.loads(json.dumps(to_plain(request)))) == request
 
 
-@pytest.mark.parametrize("request_", [Resize(np.int64(2)), SetBatch(np.int64(8)), ScaleRate(np.float32(0.5))])  # type: ignore[arg-type]
-def test_numpys_numbers_travel_too(request_: Request) -> None:
-    assert from_plain(json.loads(json.dumps(to_plain(request_)))) == request_
+NUMBERS: Any = np.array([2, 8]), np.float32(0.5)
+
+
+@pytest.mark.parametrize("asked", [Resize(NUMBERS[0][0]), SetBatch(NUMBERS[0][1]), ScaleRate(NUMBERS[1])])
+def test_numpys_numbers_travel_too(asked: Request) -> None:
+    assert from_plain(json.loads(json.dumps(to_plain(asked)))) == asked
 
 
 @pytest.mark.parametrize(

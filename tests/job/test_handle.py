@@ -32,7 +32,8 @@ pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]
 
 def test_a_handle_from_submission_to_the_end(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=(1, 4), name="one", epochs=10_000)
-    handle.resize(np.int64(2))  # type: ignore[arg-type]  # the controller's journal holds Python's only
+    of_numpy: Any = np.int64(2)
+    handle.resize(of_numpy)  # the controller's journal holds Python's only
     wait_until(lambda: [worker.rank for worker in handle.workers()] == [0, 1], handle)
     with pytest.raises(TimeoutError, match=r"has not ended within 0.2 s \(running, 2 worker"):
         handle.result(timeout=0.2)

@@ -78,23 +78,27 @@ def test_an_operators_wrong_value_is_refused_by_name(cls: Any) -> None:
         assert len(said) >= (len(WRONG) - 4 if field.name in ANY_NAME else len(WRONG) - 1), field.name
 
 
+INT64: Any = np.int64
+FLOAT32: Any = np.float32
+
+
 @pytest.mark.parametrize(
     "config",
     [
         er.SchedulingConfig(
-            priority=np.int64(3),  # type: ignore[arg-type]
-            weight=np.float32(2),  # type: ignore[arg-type]
-            budget_usd=np.float32(5),  # type: ignore[arg-type]
-            sizes=(np.int64(2), np.int64(4)),  # type: ignore[arg-type]
-            unit=np.int64(2),  # type: ignore[arg-type]
+            priority=INT64(3),
+            weight=FLOAT32(2),
+            budget_usd=FLOAT32(5),
+            sizes=(INT64(2), INT64(4)),
+            unit=INT64(2),
         ),
-        er.SchedulingConfig(unit=er.Unit(tp=np.int64(2)), multiple_of=np.int64(2)),  # type: ignore[arg-type]
-        er.ElasticConfig(lease_s=np.float32(9), warm_workers_per_node=np.int64(1)),  # type: ignore[arg-type]
-        AllocatorConfig(priorities={"a": np.int64(3)}, log_length=np.int64(9)),  # type: ignore[arg-type, dict-item]
-        Autoscaling(node_types=(NodeType(name="a", resources={"CPU": 8.0}),), max_nodes=np.int64(4)),  # type: ignore[arg-type]
-        Tenant(name="a", weight=np.float32(2), quota={"GPU": np.int64(4)}),  # type: ignore[arg-type, dict-item]
-        NodeType(name="a", resources={"CPU": np.float32(8)}, max_nodes=np.int64(4)),  # type: ignore[arg-type, dict-item]
-        MemoryNeed(available_bytes=np.int64(80), sharded_bytes=np.int64(10)),  # type: ignore[arg-type]
+        er.SchedulingConfig(unit=er.Unit(tp=INT64(2)), multiple_of=INT64(2)),
+        er.ElasticConfig(lease_s=FLOAT32(9), warm_workers_per_node=INT64(1)),
+        AllocatorConfig(priorities={"a": INT64(3)}, log_length=INT64(9)),
+        Autoscaling(node_types=(NodeType(name="a", resources={"CPU": 8.0}),), max_nodes=INT64(4)),
+        Tenant(name="a", weight=FLOAT32(2), quota={"GPU": INT64(4)}),
+        NodeType(name="a", resources={"CPU": FLOAT32(8)}, max_nodes=INT64(4)),
+        MemoryNeed(available_bytes=INT64(80), sharded_bytes=INT64(10)),
     ],
 )
 def test_numpys_numbers_become_pythons(config: Any) -> None:
