@@ -50,9 +50,7 @@ class Row:
 
 TORCH = ("2.9", "2.11", "2.13", "2.14", "2.15")
 ROWS = {
-    **{
-        f"torch-{v}": Row(packages=(f"torch=={v}.*",), commands=ENGINE) for v in ("2.9", "2.11", "2.13", "2.14", "2.15")
-    },
+    **{f"torch-{v}": Row(packages=(f"torch=={v}.*",), commands=ENGINE) for v in TORCH},
     **{f"ray-{v}": Row(packages=(f"ray[default,tune]=={v}.*",), commands=JOBS) for v in ("2.58", "2.59", "2.60")},
     **{
         f"transformers-{v}": Row(
