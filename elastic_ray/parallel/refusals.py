@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.stragglers.detection import RESPONSES, StragglerConfig
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
 from elastic_ray.sync.sharded_parameters.model_checks import ALONE
@@ -119,6 +120,18 @@ def refuse_wrapped(module: torch.nn.Module, own: type) -> None:
             f"module must be a plain model, but got a {name}: each worker trains on one device, and elastic-ray "
             "averages their gradients. Pass the model that it wraps"
         )
+
+
+def check_types(module: Any, monitor: Any, own: type) -> None:
+    """Raise an error unless ``module`` is a plain model, not of type ``own``, and ``monitor`` a Monitor or None."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
+    refuse_wrapped(module, own)
+    refuse_lazy(module)
+    refuse_left_out(module)
+    refuse_steps_in_backward(module)
+    if monitor is not None and not isinstance(monitor, Monitor):
+        raise TypeError(f"monitor must be an elastic_ray.monitoring.Monitor, but got {type(monitor).__name__}")
 
 
 def refuse_lazy(module: torch.nn.Module) -> None:

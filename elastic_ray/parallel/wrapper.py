@@ -41,17 +41,14 @@ from elastic_ray.parallel.refusals import (
     NO_COMMUNICATION_HOOK,
     bounded_tables,
     check_stragglers,
+    check_types,
     refuse_bounded_tables,
     refuse_divided_by_torch,
     refuse_graphed,
     refuse_in_unit,
     refuse_inner_training,
-    refuse_lazy,
-    refuse_left_out,
     refuse_options,
     refuse_parallel,
-    refuse_steps_in_backward,
-    refuse_wrapped,
     warn_of_no_effect,
 )
 from elastic_ray.parallel.schedulers import LearningRates, Schedulers, policies_of, rules_of
@@ -175,7 +172,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         super().__init__()
         check_schedule(schedule)
         refuse_options(options)
-        _check_types(module, monitor)
+        check_types(module, monitor, AdaptiveDataParallel)
         optimizers, whole = joined(module, optimizer)
         for each in optimizers:
             refuse_several_evaluations(each)
@@ -640,18 +637,6 @@ class AdaptiveDataParallel(torch.nn.Module):
         if saved is not None:
             saved.discard()
         return not left_out
-
-
-def _check_types(module: Any, monitor: Any) -> None:
-    """Raise an error unless ``module`` is one plain model and ``monitor`` is a Monitor or None."""
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
-    refuse_wrapped(module, AdaptiveDataParallel)
-    refuse_lazy(module)
-    refuse_left_out(module)
-    refuse_steps_in_backward(module)
-    if monitor is not None and not isinstance(monitor, Monitor):
-        raise TypeError(f"monitor must be an elastic_ray.monitoring.Monitor, but got {type(monitor).__name__}")
 
 
 # Code that asks for torch's wrapper, to look inside or to leave "module." out of names, is right for this one as well.

@@ -257,7 +257,7 @@ def test_an_evaluation_gives_what_it_would_give() -> None:
     assert torch.equal(found, model(x)) or torch.allclose(found, model(x), atol=1e-6)
 
 
-def test_outputs_that_parts_do_not_give_are_named_at_once() -> None:
+def test_outputs_that_parts_do_not_give_are_named() -> None:
     class Mean(torch.nn.Module):
         calls = 0
 
