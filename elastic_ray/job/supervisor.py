@@ -414,7 +414,8 @@ class JobSupervisor:
             return
         self.group.recover(told, state)
         workers = self.group.machine.world_size
-        reason = f"its controller was restarted; {len(told)} of {len(state.processes)} workers are there"
+        known = max(len(told), len(state.processes))  # some may have started since the last record
+        reason = f"its controller was restarted; {len(told)} of {known} workers are there"
         self.events.add(EventKind.RECOVERED, state.world_size, workers, reason, **self._unrecorded_proof(told))
         if state.preempted is not None:
             self._preemption.start(Allocated(nodes={}, reason=state.preempted), time.monotonic())
