@@ -536,19 +536,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             if ledger.repeats_update and not self._sharded:
                 own.hooks.repeat(self._params_of(own), kwargs)
             return value
-        step = ledger.outermost
-        # Memory runs out with the first update, which makes the optimizer's state, or with a batch that is larger.
-        untouched = None
-        larger = step is not None and max(map(max, step.sizes)) > self._run.states.progress.fits
-        if larger or (step is not None and id(own.optimizer) in self._untried):
-            untouched = Untouched(own.optimizer, self._params_of(own))
-        if own.hooks.comes_first:
-            try:
-                kwargs = own.hooks.before(kwargs)
-            except (MemoryError, RuntimeError) as error:
-                if not self._lose_update(own, untouched, error):
-                    raise
-                return value
+        if voted := not own.tiles.idle and own.tiles.votes:
+            kwargs = own.hooks.before(kwargs)
         if ledger.failed or (not own.tiles.idle and not own.tiles.decide()):  # a hook's collective may have lost it
             return value
         self._sync.applied()
@@ -557,12 +546,22 @@ class AdaptiveDataParallel(torch.nn.Module):
                 table.leave_out()
             ledger.applied()
             return value
+        step = ledger.outermost
         scale = step.scale if step is not None else 1.0
         if own is self._steps[0]:  # the others' steps are of the same samples
             self._tracker.advance(scale, None if scale == 1.0 else self.noise_scale)
-        ledger.updating = True
+        # Memory runs out with the first update, which makes the optimizer's state, or with a batch that is larger.
+        untouched = None
+        larger = step is not None and max(map(max, step.sizes)) > self._run.states.progress.fits
+        if larger or (step is not None and id(own.optimizer) in self._untried):
+            untouched = Untouched(own.optimizer, self._params_of(own))
         rates = own.rates.scale(scale, has_statistics=self._sync.gives_statistics)
         try:
+            if not voted and own.hooks.comes_first:
+                kwargs = own.hooks.before(kwargs)
+                if self._run.ledger.failed:
+                    return value
+            ledger.updating = True
             result = self._update(own, apply, **kwargs)
         except (MemoryError, RuntimeError) as error:
             if not self._lose_update(own, untouched, error):

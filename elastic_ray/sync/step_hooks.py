@@ -1,7 +1,8 @@
 """User hooks around an optimizer step (torch).
 
-A pre-step hook sees the parameters that the optimizer was created with, including all gradients. It is called before
-the ranks vote on the update, even if the update is later skipped because gradients are not finite. If the state is in
+A pre-step hook sees the parameters that the optimizer was created with, including all gradients, and the scaled rates.
+Where ranks vote on the update (tiles, sharded models), it is called before the vote, with the loop's own rates, and
+even if the update is later skipped because gradients are not finite. If the state is in
 tiles, a post-step hook sees the parameters as they are on all ranks. For models whose rows are sharded, see
 ``elastic_ray.sync.change_parameters``.
 

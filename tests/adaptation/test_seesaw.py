@@ -114,7 +114,7 @@ def train(most: int = 16, kind: Any = torch.optim.SGD) -> tuple[list[tuple[int, 
         at = er.get_context().get_global_step()
         made[at] = loader.current_batch_size, stepped.param_groups[0]["lr"] / 1e-3
 
-    optimizer.register_step_post_hook(note)  # those before the update see the loop's own rates
+    optimizer.register_step_pre_hook(note)
     for _ in er.remaining_epochs_until(EPOCHS):
         for (x,) in loader:
             optimizer.zero_grad()

@@ -134,6 +134,11 @@ class TiledOptimizer:
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
+    @property
+    def votes(self) -> bool:
+        """True if all ranks vote on the next update; hooks before it are then called before the vote."""
+        return self._holder.held is not None and self._begun
+
     def decide(self) -> bool:
         """Vote with all ranks on the next update; return False if the vote fails, which means the step is lost."""
         held = self._holder.held

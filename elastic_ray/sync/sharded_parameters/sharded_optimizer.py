@@ -390,6 +390,7 @@ class OptimizerPart:
     """One of a sharded model's optimizers (usually the only one), which votes on its updates and makes them."""
 
     idle = False  # its updates are never the user's optimizer's alone
+    votes = True
 
     def __init__(self, shards: ShardedOptimizer, optimizer: torch.optim.Optimizer) -> None:
         self.shards, self.optimizer = shards, optimizer
