@@ -22,7 +22,7 @@ from placement.autoscaling.autoscaler import AutoscalerConfig, Autoscaling
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.cluster.node_types import NodeType
-from placement.ray_cluster.groups import ready, release, release_all, reserve
+from placement.ray_cluster.groups import hold, of_jobs, ready, release, reserve
 from placement.ray_cluster.named_actors import NAMESPACE
 from placement.ray_cluster.snapshot import group_name, on_head
 from placement.versions import Spoken, VersionError, spoken
@@ -271,14 +271,21 @@ def test_other_users_of_the_cluster_are_left_alone(jobs: Jobs) -> None:
 
 @pytest.mark.thorough
 def test_a_dead_controller_is_noticed(jobs: Jobs) -> None:
+    class Worker:
+        def hold(self, groups: Sequence[str]) -> None:
+            for each in groups:
+                hold(each)
+
     jobs.start("a")
     jobs.start("b")
     wait_until(lambda: jobs.held() == {"a": 4, "b": 4}, "two jobs share")
+    worker: Any = ray.remote(Worker).options(num_cpus=0).remote()
+    ray.get(worker.hold.remote([group for group, job in of_jobs().items() if job == "a"]), timeout=180)
     ray.kill(jobs.handles.pop("a"))
     wait_until(lambda: set(snapshot().jobs) == {"b"}, "its end is known")
     time.sleep(2.0)  # longer than a decision takes: nothing may change
     assert jobs.held() == {"b": 4} == {"b": sum(jobs.told("b")[-1][1].values())}, "its workers may still be saving"
-    release_all("a")  # as they do when they end
+    ray.kill(worker)
     wait_until(lambda: jobs.held() == {"b": 8}, "its workers are shared out")
 
 
