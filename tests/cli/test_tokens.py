@@ -164,6 +164,8 @@ def test_everything_works_with_a_token(tests: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "slow or not slow", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "ELASTIC_RAY_TESTS_WITH_TOKEN": "1"}
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=1400)
+    if answer.returncode == pytest.ExitCode.NO_TESTS_COLLECTED and "is not installed" in answer.stdout:
+        pytest.skip(answer.stdout.strip().splitlines()[-2])
     assert answer.returncode == 0, answer.stdout[-8000:] + answer.stderr[-2000:]
 
 
