@@ -37,6 +37,8 @@ def start_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")  # it asks the store each second, also of an aborted group
+    # After an error the watchdog sleeps for four times as long, to let others dump, with a lock that calls need.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(_START_S))
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # connect while the group forms, not in its first collective
     options = dist.ProcessGroupNCCL.Options()
@@ -115,14 +117,17 @@ class _Connecting(threading.Thread):
         copying = None
         while copying is None and not self._stopped:
             backend._start_coalescing()
+            ready = False
             try:
                 backend.send([mine], rank, 0)
                 backend.recv([own], rank, 0)
+                ready = True
             except RuntimeError as error:
                 if "NCCL timeout" not in str(error) or time.monotonic() > self._until_s:
                     raise
             finally:
-                copying = backend._end_coalescing()
+                ended = backend._end_coalescing()  # torch returns work here even if nothing was started
+            copying = ended if ready else None
         while copying is not None and not copying.is_completed() and not self._stopped:
             time.sleep(CUDA_POLL_S)
 
