@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from elastic_ray.authentication import MAC_BYTES, sign, verify
 from elastic_ray.communication.background_work import BackgroundWork, TransferThreads, exiting, start_thread
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.connections import (
+    ClosedBackend,
     Connections,
     drop_ended_groups,
     keep_group,
@@ -58,8 +59,7 @@ class Communicator:
     votes, both wait, and no message ends up in the wrong buffer.
 
     Args:
-        store: Store that the ranks use to find each other; None for a group of one. After the group has formed, only
-            NCCL uses it, when two ranks first send to each other.
+        store: Store that the ranks use to find each other; None for a group of one.
         prefix: Unique name of this generation in the store.
         world_size: Number of ranks; no group is formed if it is 1.
         timeout_s: Maximum time a collective waits for a slow peer [s].
@@ -93,13 +93,15 @@ class Communicator:
         self._closed = False
         self._voided = threading.Event()
         self._wake = threading.Event()
+        self._calling = threading.RLock()  # held by each call to a backend: an abort frees what NCCL's calls use
+        self._batching = False
         self._gloo: Any = None
         self._nccl: Any = None
         # bytes that were handed to collectives of either group, by operation; what forms the group is left out. Of a
         # broadcast only the root hands something over, of an all-gather each its own part.
         self.traffic = dict.fromkeys(OPERATIONS, 0)
         self.connections = Connections()  # of both gloo groups
-        self._gradient_backends: dict[str, Any] = collections.defaultdict(_Closed)  # by type of device
+        self._gradient_backends: dict[str, Any] = collections.defaultdict(ClosedBackend)  # by type of device
         self.gradients = GradientGroup(rank, world_size, self._gradient_backends, self._guard, self.traffic)
         if world_size == 1:
             return
@@ -129,8 +131,6 @@ class Communicator:
                 forming = start_nccl(named, rank, world_size, timeout_s)
                 connect_nccl(forming, store, torch.device("cuda", gpu), until_s, called_off)
                 self._nccl = self._gradient_backends["cuda"] = forming
-                if isinstance(store, BootstrapStore):
-                    store.stay_open()
         except (RuntimeError, ValueError) as error:
             raise CommunicationFailedError(
                 f"{prefix}: rank {rank} of {world_size} could not connect: {error}"
@@ -166,10 +166,14 @@ class Communicator:
 
     def void(self) -> None:
         """Cancel the generation (this group of ranks): all current and future waits fail. Call it from any thread."""
+        if self._voided.is_set():
+            return
         self._voided.set()
         self._wake.set()
         if self._nccl is not None:
-            abort_nccl(self._nccl)
+            backend, self._nccl = self._nccl, ClosedBackend()  # NCCL's buffers and the tensors in use go with the abort
+            self._gradient_backends["cuda"] = self._nccl
+            abort_nccl(backend, self._calling)
 
     def close(self) -> None:
         """Release an unused group's connections and join gloo's threads, which takes 20 to 80 ms.
@@ -279,36 +283,48 @@ class Communicator:
         return contextlib.nullcontext()
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
-        """Start sending ``tensor`` to rank ``destination`` under ``tag``; pass the result to :meth:`wait_all`."""
-        self.traffic["send"] += tensor.nbytes
+        """Start sending ``tensor`` to rank ``destination`` under ``tag``; pass the result to :meth:`wait_all`.
+
+        Outside of :meth:`batch`, CUDA tensors are sent through CPU memory: NCCL knows no tags, and runs one send at a
+        time, so that two ranks that first send to each other and then receive would wait forever.
+        """
         if self._is_staged(tensor):
-            return self._guard(lambda: send_staged(self._gloo, tensor, destination, tag))
+            return send_staged(functools.partial(self.send, destination=destination, tag=tag), tensor)
+        self.traffic["send"] += tensor.nbytes
         return self._guard(lambda: self._backend(tensor).send([tensor], destination, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:
         """Start receiving into ``tensor`` from rank ``source`` under ``tag``; pass the result to :meth:`wait_all`."""
         if self._is_staged(tensor):
-            return self._guard(lambda: receive_staged(self._gloo, tensor, source, tag))
+            return receive_staged(functools.partial(self.receive, source=source, tag=tag), tensor)
         return self._guard(lambda: self._backend(tensor).recv([tensor], source, tag))
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[list[Any]]:
         """Combine NCCL sends and receives in this context into one operation, which starts when the context ends.
 
-        The operation's work object is then appended to the list that the context yields. Without a batch, NCCL would
-        create a two-rank communicator for each pair that exchanges data.
+        The operation's work object is then appended to the list that the context yields.
         """
         batched: list[Any] = []
         if self._nccl is None:
             yield batched
             return
-        backend = self._nccl
-        self._guard(backend._start_coalescing)
-        try:
-            yield batched
-        finally:
-            work = self._guard(backend._end_coalescing)
-            batched += [work] if work is not None else []
+        error: RuntimeError | None = None
+        with self._calling:
+            backend = self._nccl
+            self._guard(backend._start_coalescing)
+            self._batching = True
+            try:
+                yield batched
+            finally:
+                self._batching = False
+                try:  # even if the group is cancelled: else NCCL would queue all that this thread calls later
+                    work = backend._end_coalescing()
+                    batched += [work] if work is not None else []
+                except RuntimeError as raised:
+                    error = raised
+        if error is not None:
+            self._refuse(error)
 
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
         """Return the ``values`` from all ranks, in rank order; each rank must pass the same number of values.
@@ -346,11 +362,12 @@ class Communicator:
         """
         if self.waited_briefly(work):
             return True
-        if not work.is_completed():
+        # Work of a group that is being aborted is not looked at: torch would wait for the abort, with Python's lock.
+        if not (self._voided.is_set() or work.is_completed()):
             now_s = time.monotonic()
             if not self._block(work, now_s + patience_s, (since_s or now_s) + self.timeout_s + 1.0):
                 return False
-        if self._voided.is_set() and not work.is_completed():
+        if self._voided.is_set():
             self.broken = True
             raise CommunicationFailedError("the generation was called off")
         self._guard(work.wait)
@@ -366,7 +383,7 @@ class Communicator:
         """Wait for sends and receives in a separate thread, because gloo can neither poll nor cancel them.
 
         Args:
-            works: work objects that :meth:`send` and :meth:`receive` returned; None for operations started within
+            works: work objects that :meth:`send` and :meth:`receive` returned; None for NCCL operations started within
                 :meth:`batch`.
             batched: work objects in the list that :meth:`batch` yielded.
             speak: called repeatedly during the wait; None to call nothing.
@@ -375,19 +392,17 @@ class Communicator:
 
         The thread ends at the group's timeout at the latest.
         """
-        works = [*(work for work in works if work is not None), *batched]
+        works = [work for work in works if work is not None]
 
         def finish() -> None:
-            for work in works:
-                if self._nccl is None:  # without a timeout gloo keeps the one that the group was formed with
-                    work.wait(timedelta(seconds=self.timeout_s))
-                else:
-                    work.wait()
-            if self._nccl is not None:
-                if not has_run(works, self._voided, deadline):
-                    raise RuntimeError("the generation was called off")
-                for work in batched:
-                    work.wait()  # one that has failed has "run", too: now it says so
+            for work in works:  # without a timeout gloo keeps the one that the group was formed with
+                work.wait(timedelta(seconds=self.timeout_s))
+            for work in batched:
+                work.wait()
+            if batched and not has_run(batched, self._voided, deadline):
+                raise RuntimeError("the generation was called off")
+            for work in batched:
+                work.wait()  # one that has failed has "run", too: now it says so
 
         self._wake.clear()
         deadline = time.monotonic() + self.timeout_s + 1.0
@@ -435,7 +450,7 @@ class Communicator:
             work.get_future().add_done_callback(finish)
         else:
             poll_s = CUDA_POLL_S  # a CUDA future is done when the kernel is queued, not when it has run
-        while not (finished or work.is_completed() or self._voided.is_set()):
+        while not (finished or self._voided.is_set() or work.is_completed()):
             wake.wait(poll_s)
             wake.clear()
             if time.monotonic() > min(until_s, deadline):
@@ -447,13 +462,18 @@ class Communicator:
 
     def _guard(self, operation: Callable[..., Any], *arguments: Any) -> Any:
         """Run an operation unless the generation was cancelled, converting errors to CommunicationFailedError."""
-        if self._voided.is_set() or self._closed:
-            raise self._failure("the generation was called off")
         try:
-            return operation(*arguments)
+            with self._calling:
+                if not (self._voided.is_set() or self._closed):
+                    return operation(*arguments)
         except RuntimeError as error:
-            self.broken = True
-            raise self._failure(str(error).split("\n", 1)[0]) from error
+            self._refuse(error)
+        raise self._failure("the generation was called off")
+
+    def _refuse(self, error: RuntimeError) -> NoReturn:
+        """Raise the error for an operation that could not be started."""
+        self.broken = True
+        raise self._failure(str(error).split("\n", 1)[0]) from error
 
     def _failure(self, cause: str) -> CommunicationFailedError:
         """Return the error for an operation that could not be started."""
@@ -463,7 +483,7 @@ class Communicator:
         return self._nccl if tensor.is_cuda and self._nccl is not None else self._gloo
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cuda and self._nccl is None
+        return tensor.is_cuda and not self._batching
 
 
 def _meet(store: Any, rank: int, world_size: int, gpu: str) -> tuple[list[bytes], bool]:
@@ -485,13 +505,6 @@ def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: flo
     options._timeout = timedelta(seconds=max(0.1, until_s - time.monotonic()))
     options._devices, options._threads = [device], threads
     return dist.ProcessGroupGloo(store, rank, world_size, options)
-
-
-class _Closed:
-    """Backend of a closed group; ``Communicator._guard`` raises before it calls any of its methods."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
 
 
 class GradientGroup:
