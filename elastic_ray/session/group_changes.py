@@ -120,6 +120,8 @@ class GroupChanges:
                 run.registry.before_change(
                     [prepared.rank_of(member.worker) is not None for member in self._run.group.members]
                 )
+                # A rank that leaves an NCCL group drops what it has not sent yet, and memory that its peers still use.
+                run.group.communicator.gather_ints([0])
             left = generation
             taken = self._membership.take(generation)
             self._switch_group()

@@ -6,7 +6,9 @@ NCCL may wait for ever where two ranks start collectives of two communicators in
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ from torch import nn
 
 import elastic_ray as er
 from elastic_ray.communication.communicator import Communicator, GradientGroup
+from elastic_ray.loop.api import current_session
+from elastic_ray.membership.worker_side import WorkerMembership
+from elastic_ray.sync.engine.gradient_engine import GradientEngine
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.sharded import BATCH, Net, data
 
@@ -98,6 +103,29 @@ def test_two_groups_never_have_collectives_at_once(monkeypatch: pytest.MonkeyPat
         for each in ranks[1:]:
             differs = [(i, a, b) for i, (a, b) in enumerate(zip(ranks[0], each, strict=False)) if a != b]
             assert not differs and len(each) == len(ranks[0]), f"{name}: {differs[:4]}, {len(ranks[0])}, {len(each)}"
+
+
+def test_a_group_is_left_when_no_rank_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's groups: what a rank that leaves has not sent yet never arrives."""
+    hand_over, take = GradientEngine.before_change, WorkerMembership.take
+    ended: list[str] = []
+    seen: list[int] = []
+
+    def slow(engine: GradientEngine, stays: Sequence[bool]) -> None:
+        hand_over(engine, stays)
+        worker = current_session().worker
+        time.sleep(0.5 * (worker == "w2"))
+        ended.append(worker)
+
+    def noting(membership: WorkerMembership, generation: int) -> Any:
+        if membership.communicator is not None and membership.communicator.world_size > 1:
+            seen.append(len(ended))
+        return take(membership, generation)
+
+    monkeypatch.setattr(GradientEngine, "before_change", slow)
+    monkeypatch.setattr(WorkerMembership, "take", noting)
+    assert run_job(lambda: train("zero2"), (Change(4, (1,)),), first=(1, 2)).groups[-1] == (1,)
+    assert seen == [2, 2] and sorted(ended) == ["w1", "w2"]
 
 
 def test_a_broken_group_is_used_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
