@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ray.authentication import MAC_BYTES, sign, verify
-from elastic_ray.communication.background_work import BackgroundWork, TransferThreads, exiting, start_thread
+from elastic_ray.communication.background_work import BackgroundWork, TransferThreads, start_thread
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.connections import (
     ClosedBackend,
@@ -95,6 +95,7 @@ class Communicator:
         self._wake = threading.Event()
         self._calling = threading.RLock()  # held by each call to a backend: an abort frees what NCCL's calls use
         self._batching = False
+        self._device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
         self._gloo: Any = None
         self._nccl: Any = None
         # bytes that were handed to collectives of either group, by operation; what forms the group is left out. Of a
@@ -129,7 +130,7 @@ class Communicator:
                 if called_off():
                     raise CommunicationFailedError(f"{prefix}: the group was called off")
                 forming = start_nccl(named, rank, world_size, timeout_s)
-                connect_nccl(forming, store, torch.device("cuda", gpu), until_s, called_off)
+                connect_nccl(forming, store, self._device, until_s, called_off)
                 self._nccl = self._gradient_backends["cuda"] = forming
         except (RuntimeError, ValueError) as error:
             raise CommunicationFailedError(
@@ -274,6 +275,16 @@ class Communicator:
         self.traffic["all_to_all"] += tensor.nbytes
         options, splits = dist.AllToAllOptions(), (list(output_splits), list(input_splits))
         return self._guard(lambda: self._backend(tensor).alltoall_base(output, tensor, *splits, options))
+
+    def connect_pairs(self) -> None:
+        """Connect all pairs of ranks over NCCL, which otherwise does so in the first ``all_to_all``.
+
+        Call this on all ranks at the same point in the program: one that is late, as a joiner is in its first step,
+        would make the first ``all_to_all`` of the others fail.
+        """
+        if self._nccl is not None:
+            sent = torch.zeros(self.world_size, dtype=torch.uint8, device=self._device)
+            self.wait(self.gradients.all_to_all(torch.empty_like(sent), sent))
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that makes operations succeed on all workers of a unit or fail on all of them.
@@ -589,58 +600,3 @@ class GradientGroup:
         options = dist.BroadcastOptions()
         options.rootRank = root
         return self._guard(self._backends[tensor.device.type].broadcast, [tensor], options)
-
-
-# ProcessGroupGloo cannot cancel an operation, and dropping the group joins its threads: a broken group is parked
-# for this long after its last possible operation.
-_RETIRED_GRACE_S = 5.0
-
-
-class RetiredCommunicators:
-    """Disposal of unused groups: healthy ones are dropped at once, broken ones when their last operation times out.
-
-    Dropping a gloo group joins its threads, which takes tens of milliseconds. A separate thread does this, so that no
-    training step waits. The thread runs until no group is left to drop.
-    """
-
-    def __init__(self) -> None:
-        self._retired: list[tuple[float, Communicator]] = []
-        self._news = threading.Condition()
-        self._dropping: threading.Thread | None = None
-        leave_at_exit(self)
-
-    def retire(self, communicator: Communicator) -> None:
-        """Schedule an unused communicator to be dropped in the background."""
-        grace_s = communicator.timeout_s + _RETIRED_GRACE_S if communicator.broken or communicator.voided else 0.0
-        with self._news:
-            self._retired.append((time.monotonic() + grace_s, communicator))
-            self._news.notify_all()
-            if self._dropping is None:
-                self._dropping = start_thread(self._drop, "retired-groups")
-
-    def drop_healthy(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` [s] until every healthy group has been dropped."""
-        with self._news:
-            self._news.wait_for(lambda: all(each.broken or each.voided for _, each in self._retired), timeout_s)
-
-    def leave(self, timeout_s: float) -> None:
-        """End the thread before the interpreter exits; each group then leaves by itself."""
-        with self._news:
-            self._news.notify_all()
-
-    def _drop(self) -> None:
-        """Drop groups as they become due, until none are left or the interpreter exits."""
-        while True:
-            with self._news:
-                if not self._retired or exiting.is_set():
-                    self._dropping = None
-                    return
-                until_s, communicator = min(self._retired, key=lambda each: each[0])
-                if until_s > time.monotonic():
-                    self._news.wait(until_s - time.monotonic())
-                    continue
-            communicator.close()
-            drop_ended_groups()
-            with self._news:
-                self._retired = [each for each in self._retired if each[1] is not communicator]
-                self._news.notify_all()

@@ -159,10 +159,15 @@ def test_a_cancelled_batch_ends_before_the_abort() -> None:
     """Else NCCL would take all later calls of this thread, in any group, for parts of the batch."""
     communicator = alone(Queued())
     backend = communicator._nccl = Calling()
-    with pytest.raises(CommunicationFailedError), communicator.batch():
-        communicator.void()
-        time.sleep(0.2)
-        communicator.send(torch.zeros(1), 1)
+
+    def send_in_vain() -> None:
+        with communicator.batch():
+            communicator.void()
+            time.sleep(0.2)
+            communicator.send(torch.zeros(1), 1)
+
+    with pytest.raises(CommunicationFailedError, match="called off"):
+        send_in_vain()
     wait_until(lambda: len(backend.calls) == 3)
     assert backend.calls == ["start", "end", "abort"]
 
@@ -177,8 +182,19 @@ def test_an_aborted_group_frees_its_tensors_at_once() -> None:
     communicator.void()
     wait_until(lambda: kept() is None)
     assert communicator.backend == "" and communicator._nccl is not None
-    with pytest.raises(CommunicationFailedError), communicator.batch():
+    with pytest.raises(CommunicationFailedError, match="called off"), communicator.batch():
         pass
+
+
+def test_pairs_are_connected_by_an_exchange_of_all_ranks() -> None:
+    def work(communicator: Communicator) -> list[int]:
+        communicator.connect_pairs()  # nothing over gloo
+        none = communicator.traffic["all_to_all"]
+        communicator._nccl = Calling()
+        communicator.connect_pairs()
+        return [none, communicator.traffic["all_to_all"]]
+
+    assert on_ranks(2, work) == [[0, 2]] * 2
 
 
 def wait_until(done: Any) -> None:
