@@ -183,6 +183,9 @@ class Communicator:
         call, threads and sockets would remain until Python's cycle collector runs, in whichever thread triggers it.
         """
         self._closed = True
+        if self._nccl is not None:
+            with contextlib.suppress(RuntimeError):
+                self._nccl.abort()  # torch's destructor would do so with a warning, and end the process if it fails
         self._gloo = self._nccl = None
         self._gradient_backends.clear()
 

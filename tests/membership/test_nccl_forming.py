@@ -83,12 +83,11 @@ def test_torch_neither_ends_the_process_nor_sleeps_after_errors(monkeypatch: pyt
             self.options = options
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Backend, raising=False)
-    for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "WAIT_TIMEOUT_DUMP_MILSEC"):
-        monkeypatch.setenv(f"TORCH_NCCL_{name}", "")
-        monkeypatch.delenv(f"TORCH_NCCL_{name}")
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environment)
     assert nccl.start_nccl(None, 0, 2, 5.0).options.config.blocking == 0
     for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "WAIT_TIMEOUT_DUMP_MILSEC"):
-        assert os.environ[f"TORCH_NCCL_{name}"] == "0"
+        assert environment[f"TORCH_NCCL_{name}"] == "0"
 
 
 def test_a_new_group_meets_no_peer_but_to_connect() -> None:

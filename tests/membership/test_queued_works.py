@@ -186,6 +186,21 @@ def test_an_aborted_group_frees_its_tensors_at_once() -> None:
         pass
 
 
+@pytest.mark.parametrize("error", ["", "ProcessGroup abort timed out"])
+def test_closing_a_group_aborts_it_and_ignores_failures(error: str) -> None:
+    class Failing(Calling):
+        def abort(self) -> None:
+            super().abort()
+            if error:
+                raise RuntimeError(error)
+
+    communicator = alone(Queued())
+    backend = communicator._nccl = Failing()
+    communicator.close()
+    communicator.close()
+    assert backend.calls == ["abort"] and communicator._nccl is None
+
+
 def test_pairs_are_connected_by_an_exchange_of_all_ranks() -> None:
     def work(communicator: Communicator) -> list[int]:
         communicator.connect_pairs()  # nothing over gloo
