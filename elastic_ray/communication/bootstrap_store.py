@@ -42,7 +42,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._called_off, self._caller, self._rank, self._world_size = called_off, caller, rank, world_size
         self._timeout_s = timeout_s
         self._until_s = time.monotonic() + timeout_s
-        self._stays_open = False  # each wait has a timeout of its own: NCCL connects two ranks when they first send
+        self._stays_open = False  # each wait has a timeout of its own
         self._known: dict[str, bytes] = {}
         self.told: dict[str, bytes] = {}  # what this member has set
         self._waits = True  # who sets something waits for something next, as gloo does: then one call does both
@@ -53,7 +53,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._waits = False
 
     def stay_open(self) -> None:
-        """Give each wait from now on its own timeout, because NCCL connects two ranks only when they first send."""
+        """Give each wait from now on its own timeout, because user code forms groups, or sends, whenever it likes."""
         self._stays_open = True
 
     def set(self, key: str, value: Any) -> None:

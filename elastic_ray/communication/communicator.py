@@ -16,15 +16,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from elastic_ray.authentication import MAC_BYTES, sign, verify
-from elastic_ray.communication.background_work import BackgroundWork, TransferThreads, exiting, start_thread
+from elastic_ray.communication.background_work import BackgroundWork, TransferThreads, start_thread
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.connections import (
+    ClosedBackend,
     Connections,
     drop_ended_groups,
     keep_group,
@@ -58,8 +59,7 @@ class Communicator:
     votes, both wait, and no message ends up in the wrong buffer.
 
     Args:
-        store: Store that the ranks use to find each other; None for a group of one. After the group has formed, only
-            NCCL uses it, when two ranks first send to each other.
+        store: Store that the ranks use to find each other; None for a group of one.
         prefix: Unique name of this generation in the store.
         world_size: Number of ranks; no group is formed if it is 1.
         timeout_s: Maximum time a collective waits for a slow peer [s].
@@ -93,13 +93,16 @@ class Communicator:
         self._closed = False
         self._voided = threading.Event()
         self._wake = threading.Event()
+        self._calling = threading.RLock()  # held by each call to a backend: an abort frees what NCCL's calls use
+        self._batching = False
+        self._device = torch.device("cpu" if gpu is None else f"cuda:{gpu}")
         self._gloo: Any = None
         self._nccl: Any = None
         # bytes that were handed to collectives of either group, by operation; what forms the group is left out. Of a
         # broadcast only the root hands something over, of an all-gather each its own part.
         self.traffic = dict.fromkeys(OPERATIONS, 0)
         self.connections = Connections()  # of both gloo groups
-        self._gradient_backends: dict[str, Any] = collections.defaultdict(_Closed)  # by type of device
+        self._gradient_backends: dict[str, Any] = collections.defaultdict(ClosedBackend)  # by type of device
         self.gradients = GradientGroup(rank, world_size, self._gradient_backends, self._guard, self.traffic)
         if world_size == 1:
             return
@@ -127,10 +130,8 @@ class Communicator:
                 if called_off():
                     raise CommunicationFailedError(f"{prefix}: the group was called off")
                 forming = start_nccl(named, rank, world_size, timeout_s)
-                connect_nccl(forming, store, torch.device("cuda", gpu), until_s, called_off)
+                connect_nccl(forming, store, self._device, until_s, called_off)
                 self._nccl = self._gradient_backends["cuda"] = forming
-                if isinstance(store, BootstrapStore):
-                    store.stay_open()
         except (RuntimeError, ValueError) as error:
             raise CommunicationFailedError(
                 f"{prefix}: rank {rank} of {world_size} could not connect: {error}"
@@ -166,10 +167,14 @@ class Communicator:
 
     def void(self) -> None:
         """Cancel the generation (this group of ranks): all current and future waits fail. Call it from any thread."""
+        if self._voided.is_set():
+            return
         self._voided.set()
         self._wake.set()
         if self._nccl is not None:
-            abort_nccl(self._nccl)
+            backend, self._nccl = self._nccl, ClosedBackend()  # NCCL's buffers and the tensors in use go with the abort
+            self._gradient_backends["cuda"] = self._nccl
+            abort_nccl(backend, self._calling)
 
     def close(self) -> None:
         """Release an unused group's connections and join gloo's threads, which takes 20 to 80 ms.
@@ -178,6 +183,9 @@ class Communicator:
         call, threads and sockets would remain until Python's cycle collector runs, in whichever thread triggers it.
         """
         self._closed = True
+        if self._nccl is not None:
+            with contextlib.suppress(RuntimeError):
+                self._nccl.abort()  # torch's destructor would do so with a warning, and end the process if it fails
         self._gloo = self._nccl = None
         self._gradient_backends.clear()
 
@@ -271,6 +279,16 @@ class Communicator:
         options, splits = dist.AllToAllOptions(), (list(output_splits), list(input_splits))
         return self._guard(lambda: self._backend(tensor).alltoall_base(output, tensor, *splits, options))
 
+    def connect_pairs(self) -> None:
+        """Connect all pairs of ranks over NCCL, which otherwise does so in the first ``all_to_all``.
+
+        Call this on all ranks at the same point in the program: one that is late, as a joiner is in its first step,
+        would make the first ``all_to_all`` of the others fail.
+        """
+        if self._nccl is not None:
+            sent = torch.zeros(self.world_size, dtype=torch.uint8, device=self._device)
+            self.wait(self.gradients.all_to_all(torch.empty_like(sent), sent))
+
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that makes operations succeed on all workers of a unit or fail on all of them.
 
@@ -279,36 +297,48 @@ class Communicator:
         return contextlib.nullcontext()
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
-        """Start sending ``tensor`` to rank ``destination`` under ``tag``; pass the result to :meth:`wait_all`."""
-        self.traffic["send"] += tensor.nbytes
+        """Start sending ``tensor`` to rank ``destination`` under ``tag``; pass the result to :meth:`wait_all`.
+
+        Outside of :meth:`batch`, CUDA tensors are sent through CPU memory: NCCL knows no tags, and runs one send at a
+        time, so that two ranks that first send to each other and then receive would wait forever.
+        """
         if self._is_staged(tensor):
-            return self._guard(lambda: send_staged(self._gloo, tensor, destination, tag))
+            return send_staged(functools.partial(self.send, destination=destination, tag=tag), tensor)
+        self.traffic["send"] += tensor.nbytes
         return self._guard(lambda: self._backend(tensor).send([tensor], destination, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:
         """Start receiving into ``tensor`` from rank ``source`` under ``tag``; pass the result to :meth:`wait_all`."""
         if self._is_staged(tensor):
-            return self._guard(lambda: receive_staged(self._gloo, tensor, source, tag))
+            return receive_staged(functools.partial(self.receive, source=source, tag=tag), tensor)
         return self._guard(lambda: self._backend(tensor).recv([tensor], source, tag))
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[list[Any]]:
         """Combine NCCL sends and receives in this context into one operation, which starts when the context ends.
 
-        The operation's work object is then appended to the list that the context yields. Without a batch, NCCL would
-        create a two-rank communicator for each pair that exchanges data.
+        The operation's work object is then appended to the list that the context yields.
         """
         batched: list[Any] = []
         if self._nccl is None:
             yield batched
             return
-        backend = self._nccl
-        self._guard(backend._start_coalescing)
-        try:
-            yield batched
-        finally:
-            work = self._guard(backend._end_coalescing)
-            batched += [work] if work is not None else []
+        error: RuntimeError | None = None
+        with self._calling:
+            backend = self._nccl
+            self._guard(backend._start_coalescing)
+            self._batching = True
+            try:
+                yield batched
+            finally:
+                self._batching = False
+                try:  # even if the group is cancelled: else NCCL would queue all that this thread calls later
+                    work = backend._end_coalescing()
+                    batched += [work] if work is not None else []
+                except RuntimeError as raised:
+                    error = raised
+        if error is not None:
+            self._refuse(error)
 
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
         """Return the ``values`` from all ranks, in rank order; each rank must pass the same number of values.
@@ -346,11 +376,12 @@ class Communicator:
         """
         if self.waited_briefly(work):
             return True
-        if not work.is_completed():
+        # Work of a group that is being aborted is not looked at: torch would wait for the abort, with Python's lock.
+        if not (self._voided.is_set() or work.is_completed()):
             now_s = time.monotonic()
             if not self._block(work, now_s + patience_s, (since_s or now_s) + self.timeout_s + 1.0):
                 return False
-        if self._voided.is_set() and not work.is_completed():
+        if self._voided.is_set():
             self.broken = True
             raise CommunicationFailedError("the generation was called off")
         self._guard(work.wait)
@@ -366,7 +397,7 @@ class Communicator:
         """Wait for sends and receives in a separate thread, because gloo can neither poll nor cancel them.
 
         Args:
-            works: work objects that :meth:`send` and :meth:`receive` returned; None for operations started within
+            works: work objects that :meth:`send` and :meth:`receive` returned; None for NCCL operations started within
                 :meth:`batch`.
             batched: work objects in the list that :meth:`batch` yielded.
             speak: called repeatedly during the wait; None to call nothing.
@@ -375,19 +406,17 @@ class Communicator:
 
         The thread ends at the group's timeout at the latest.
         """
-        works = [*(work for work in works if work is not None), *batched]
+        works = [work for work in works if work is not None]
 
         def finish() -> None:
-            for work in works:
-                if self._nccl is None:  # without a timeout gloo keeps the one that the group was formed with
-                    work.wait(timedelta(seconds=self.timeout_s))
-                else:
-                    work.wait()
-            if self._nccl is not None:
-                if not has_run(works, self._voided, deadline):
-                    raise RuntimeError("the generation was called off")
-                for work in batched:
-                    work.wait()  # one that has failed has "run", too: now it says so
+            for work in works:  # without a timeout gloo keeps the one that the group was formed with
+                work.wait(timedelta(seconds=self.timeout_s))
+            for work in batched:
+                work.wait()
+            if batched and not has_run(batched, self._voided, deadline):
+                raise RuntimeError("the generation was called off")
+            for work in batched:
+                work.wait()  # one that has failed has "run", too: now it says so
 
         self._wake.clear()
         deadline = time.monotonic() + self.timeout_s + 1.0
@@ -435,7 +464,7 @@ class Communicator:
             work.get_future().add_done_callback(finish)
         else:
             poll_s = CUDA_POLL_S  # a CUDA future is done when the kernel is queued, not when it has run
-        while not (finished or work.is_completed() or self._voided.is_set()):
+        while not (finished or self._voided.is_set() or work.is_completed()):
             wake.wait(poll_s)
             wake.clear()
             if time.monotonic() > min(until_s, deadline):
@@ -447,13 +476,18 @@ class Communicator:
 
     def _guard(self, operation: Callable[..., Any], *arguments: Any) -> Any:
         """Run an operation unless the generation was cancelled, converting errors to CommunicationFailedError."""
-        if self._voided.is_set() or self._closed:
-            raise self._failure("the generation was called off")
         try:
-            return operation(*arguments)
+            with self._calling:
+                if not (self._voided.is_set() or self._closed):
+                    return operation(*arguments)
         except RuntimeError as error:
-            self.broken = True
-            raise self._failure(str(error).split("\n", 1)[0]) from error
+            self._refuse(error)
+        raise self._failure("the generation was called off")
+
+    def _refuse(self, error: RuntimeError) -> NoReturn:
+        """Raise the error for an operation that could not be started."""
+        self.broken = True
+        raise self._failure(str(error).split("\n", 1)[0]) from error
 
     def _failure(self, cause: str) -> CommunicationFailedError:
         """Return the error for an operation that could not be started."""
@@ -463,7 +497,7 @@ class Communicator:
         return self._nccl if tensor.is_cuda and self._nccl is not None else self._gloo
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cuda and self._nccl is None
+        return tensor.is_cuda and not self._batching
 
 
 def _meet(store: Any, rank: int, world_size: int, gpu: str) -> tuple[list[bytes], bool]:
@@ -485,13 +519,6 @@ def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: flo
     options._timeout = timedelta(seconds=max(0.1, until_s - time.monotonic()))
     options._devices, options._threads = [device], threads
     return dist.ProcessGroupGloo(store, rank, world_size, options)
-
-
-class _Closed:
-    """Backend of a closed group; ``Communicator._guard`` raises before it calls any of its methods."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
 
 
 class GradientGroup:
@@ -576,58 +603,3 @@ class GradientGroup:
         options = dist.BroadcastOptions()
         options.rootRank = root
         return self._guard(self._backends[tensor.device.type].broadcast, [tensor], options)
-
-
-# ProcessGroupGloo cannot cancel an operation, and dropping the group joins its threads: a broken group is parked
-# for this long after its last possible operation.
-_RETIRED_GRACE_S = 5.0
-
-
-class RetiredCommunicators:
-    """Disposal of unused groups: healthy ones are dropped at once, broken ones when their last operation times out.
-
-    Dropping a gloo group joins its threads, which takes tens of milliseconds. A separate thread does this, so that no
-    training step waits. The thread runs until no group is left to drop.
-    """
-
-    def __init__(self) -> None:
-        self._retired: list[tuple[float, Communicator]] = []
-        self._news = threading.Condition()
-        self._dropping: threading.Thread | None = None
-        leave_at_exit(self)
-
-    def retire(self, communicator: Communicator) -> None:
-        """Schedule an unused communicator to be dropped in the background."""
-        grace_s = communicator.timeout_s + _RETIRED_GRACE_S if communicator.broken or communicator.voided else 0.0
-        with self._news:
-            self._retired.append((time.monotonic() + grace_s, communicator))
-            self._news.notify_all()
-            if self._dropping is None:
-                self._dropping = start_thread(self._drop, "retired-groups")
-
-    def drop_healthy(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` [s] until every healthy group has been dropped."""
-        with self._news:
-            self._news.wait_for(lambda: all(each.broken or each.voided for _, each in self._retired), timeout_s)
-
-    def leave(self, timeout_s: float) -> None:
-        """End the thread before the interpreter exits; each group then leaves by itself."""
-        with self._news:
-            self._news.notify_all()
-
-    def _drop(self) -> None:
-        """Drop groups as they become due, until none are left or the interpreter exits."""
-        while True:
-            with self._news:
-                if not self._retired or exiting.is_set():
-                    self._dropping = None
-                    return
-                until_s, communicator = min(self._retired, key=lambda each: each[0])
-                if until_s > time.monotonic():
-                    self._news.wait(until_s - time.monotonic())
-                    continue
-            communicator.close()
-            drop_ended_groups()
-            with self._news:
-                self._retired = [each for each in self._retired if each[1] is not communicator]
-                self._news.notify_all()

@@ -12,8 +12,8 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NoReturn
 
 from elastic_ray.communication.background_work import exiting, join_threads
 
@@ -127,6 +127,17 @@ def _leave_all() -> None:
 
 atexit.register(_leave_all)
 os.register_at_fork(after_in_child=_OPEN.clear)  # the parent's groups, whose connections a child shares
+
+
+class ClosedBackend:
+    """Backend of a closed or cancelled group, whose operations all raise RuntimeError."""
+
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        return _refuse
+
+
+def _refuse(*arguments: Any) -> NoReturn:
+    raise RuntimeError("the generation was called off")
 
 
 class NoGroup:

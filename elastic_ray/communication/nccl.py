@@ -37,6 +37,8 @@ def start_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")  # it asks the store each second, also of an aborted group
+    # After an error the watchdog sleeps for four times as long, to let others dump, with a lock that calls need.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(_START_S))
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # connect while the group forms, not in its first collective
     options = dist.ProcessGroupNCCL.Options()
@@ -115,38 +117,49 @@ class _Connecting(threading.Thread):
         copying = None
         while copying is None and not self._stopped:
             backend._start_coalescing()
+            ready = False
             try:
                 backend.send([mine], rank, 0)
                 backend.recv([own], rank, 0)
+                ready = True
             except RuntimeError as error:
                 if "NCCL timeout" not in str(error) or time.monotonic() > self._until_s:
                     raise
             finally:
-                copying = backend._end_coalescing()
+                ended = backend._end_coalescing()  # torch returns work here even if nothing was started
+            copying = ended if ready else None
         while copying is not None and not copying.is_completed() and not self._stopped:
             time.sleep(CUDA_POLL_S)
 
 
-def abort_nccl(backend: Any) -> None:
+def abort_nccl(backend: Any, calling: threading.RLock | None = None) -> None:
     """Abort an NCCL backend in a separate thread, and kill this process if the abort does not return.
 
-    Otherwise the communicator's kernels would occupy the GPU forever. A killed process counts as lost.
+    Otherwise the communicator's kernels would occupy the GPU forever. A killed process counts as lost. The backend and
+    the tensors of its unfinished operations are freed after the abort, unless the caller keeps the backend.
+
+    Args:
+        calling: Lock that each call to the backend holds, because the abort frees memory that a call uses; None if
+            no other thread calls the backend. A call that takes longer than NCCL's own timeout is not waited for.
     """
+    returned = threading.Event()
 
     def abort() -> None:
+        if calling is not None and calling.acquire(timeout=_START_S + 1.0):
+            calling.release()  # the group is cancelled, so that no other call starts
         try:
             backend.abort()
         except RuntimeError as error:
             logger.warning("NCCL's abort: %s", error)
+        finally:
+            returned.set()
 
     def watch() -> None:
-        aborting.join(_ABORT_S)
-        if aborting.is_alive():
+        if not returned.wait(_ABORT_S):
             logger.critical("NCCL's abort has not returned within %g s: this process ends, as a lost one", _ABORT_S)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    aborting = threading.Thread(target=abort, name="nccl-abort", daemon=True)
-    aborting.start()
+    threading.Thread(target=abort, name="nccl-abort", daemon=True).start()
     threading.Thread(target=watch, name="nccl-abort-watch", daemon=True).start()
 
 
@@ -158,8 +171,10 @@ def has_run(works: Sequence[Any], voided: threading.Event, deadline: float) -> b
     Args:
         voided: Set when the generation is cancelled, which ends the wait.
     """
-    while not all(work.is_completed() for work in works):
-        if voided.is_set() or time.monotonic() > deadline:
+    while not voided.is_set():
+        if all(work.is_completed() for work in works):
+            return not voided.is_set()
+        if time.monotonic() > deadline:
             return False
         time.sleep(CUDA_POLL_S)
-    return not voided.is_set()
+    return False

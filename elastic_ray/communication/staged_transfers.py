@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -31,13 +32,13 @@ class StagedTransfer:
             self._into.copy_(self._host)
 
 
-def send_staged(backend: Any, tensor: torch.Tensor, destination: int, tag: int) -> StagedTransfer:
-    """Start sending a tensor on any device to rank ``destination`` through CPU memory."""
+def send_staged(send: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> StagedTransfer:
+    """Start sending a tensor on any device; ``send`` starts sending its copy on the CPU and returns work."""
     host = tensor.detach().to("cpu", copy=True)
-    return StagedTransfer(backend.send([host], destination, tag), host)
+    return StagedTransfer(send(host), host)
 
 
-def receive_staged(backend: Any, tensor: torch.Tensor, source: int, tag: int) -> StagedTransfer:
-    """Start receiving from rank ``source`` into a tensor on any device, through CPU memory."""
+def receive_staged(receive: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> StagedTransfer:
+    """Start receiving into a tensor on any device; ``receive`` starts receiving into CPU memory and returns work."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return StagedTransfer(backend.recv([host], source, tag), host, tensor)
+    return StagedTransfer(receive(host), host, tensor)

@@ -78,6 +78,8 @@ class UnitGroup:
     def open(self, initialise: Callable[..., None]) -> None:
         """Make the unit's group torch's default group."""
         backend = "cpu:gloo,cuda:nccl" if self._cuda else "gloo"
+        if self._cuda:
+            os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # NCCL reads it once: it is for the job's groups
         store = dist.PrefixStore("default", self._store)  # type: ignore[attr-defined]
         initialise(backend, store=store, rank=self.place.position, world_size=self.place.size, timeout=self._timeout)
 

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.background_work import start_thread
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator, RetiredCommunicators
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.retired_communicators import RetiredCommunicators
 from elastic_ray.membership.messages import (
     BatchProposal,
     Cancel,

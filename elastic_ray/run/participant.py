@@ -122,6 +122,11 @@ class Participant:
         return False
 
     @property
+    def sends_in_pairs(self) -> bool:
+        """True if ranks exchange parts of tensors in pairs."""
+        return self.meets_in_passes
+
+    @property
     def gives_statistics(self) -> bool:
         """True if the gradient noise scale is measured."""
         return True

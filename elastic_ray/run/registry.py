@@ -276,6 +276,11 @@ class Registry:
         return any(each.meets_in_passes for each in self.gradients)
 
     @property
+    def sends_in_pairs(self) -> bool:
+        """True if ranks exchange parts of a model's tensors in pairs."""
+        return any(each.sends_in_pairs for each in self.gradients)
+
+    @property
     def gradients_are_local(self) -> bool:
         """True if the accumulated gradients of any model differ between ranks."""
         return any(each.local for each in self.gradients)

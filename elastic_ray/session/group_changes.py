@@ -120,6 +120,8 @@ class GroupChanges:
                 run.registry.before_change(
                     [prepared.rank_of(member.worker) is not None for member in self._run.group.members]
                 )
+                # A rank that leaves an NCCL group drops what it has not sent yet, and memory that its peers still use.
+                run.group.communicator.gather_ints([0])
             left = generation
             taken = self._membership.take(generation)
             self._switch_group()
@@ -256,7 +258,11 @@ class GroupChanges:
             run.consensus.agree_on(Announced(Intent.BUFFERS, 0, registry.buffer_layout))
             # One rank may be about to evaluate its model, and a joiner's be in another mode, but all cut steps alike.
             gives_back = bool(registry.drifting) and run.unit is None and registry.gives_back
-            rows = communicator.gather_ints([registry.least_share, int(gives_back), registry.pulling])
+            rows = communicator.gather_ints(
+                [registry.least_share, int(gives_back), registry.pulling, int(registry.sends_in_pairs)]
+            )
+            if any(row[3] for row in rows):
+                communicator.connect_pairs()
             registry.least_share = max(registry.least_share, *(row[0] for row in rows))
             run.shares.enter(
                 communicator, wanted=all(row[1] for row in rows), called_off=lambda: self._membership.voided

@@ -207,7 +207,10 @@ def send_state(communicator: Communicator, destination: int, trees: Mapping[str,
     header = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     works = [communicator.send(torch.tensor([header.numel()]), destination, _TAG)]
     works.append(communicator.send(header, destination, _TAG))
-    kept = [header]  # gloo reads from these until the work is done
+    # NCCL connects the two when they first exchange something, and fails if one of them is late.
+    works.append(communicator.receive(torch.zeros(1), destination, _TAG))
+    communicator.wait_all(works)
+    works, kept = [], list[torch.Tensor]()  # gloo reads from these until the work is done
     with communicator.batch() as batched:
         for cuda in (False, True):
             both = zip(tensors, specs, strict=True)
@@ -244,6 +247,7 @@ def _received(
     """Return what one rank sends; see :func:`receive_state`."""
     skeletons, specs = _receive_header(communicator, source)
     tensors, in_place = _destinations(skeletons, specs, own)
+    communicator.wait_all([communicator.send(torch.zeros(1), source, _TAG)])
     works, small = [], []
     with communicator.batch() as batched:
         for cuda in (False, True):

@@ -17,7 +17,8 @@ from elastic_ray.checkpoints.automatic import CorruptStateError
 from elastic_ray.checkpoints.object_store import fetched_checkpoint
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.communication.bootstrap_store import BootstrapStore
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator, RetiredCommunicators
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.retired_communicators import RetiredCommunicators
 from elastic_ray.communication.unit_group import UnitCommunicator, UnitGroup, UnitLostError
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.faults import FaultInjector

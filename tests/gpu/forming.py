@@ -150,8 +150,15 @@ def torn_while_state_moves(port: int, rank: int) -> str:
     group = made(port, "torn", rank)
     tree = {f"p{i}": torch.full((1 << 22,), float(i + 1), device="cuda") for i in range(64)}
     if rank == 0:
-        # After a moment, so that some bytes are on their way.
-        group.wait_all = lambda works, batched=(): (time.sleep(0.05), os.kill(os.getpid(), signal.SIGKILL))
+        wait = group.wait_all
+
+        def wait_or_die(works: Any, batched: Any = ()) -> None:
+            if batched:  # after a moment, so that some bytes are on their way
+                time.sleep(0.05)
+                os.kill(os.getpid(), signal.SIGKILL)
+            wait(works)
+
+        group.wait_all = wait_or_die
         send_state(group, 1, {"x": tree})
     begin_s = time.monotonic()
     try:

@@ -306,7 +306,7 @@ def test_a_sparse_tensor_that_points_elsewhere_is_refused(rows: list[int]) -> No
         specs = [((1, 2), "int64", False, ()), ((2, 2), "float32", False, ())]
         send_header(communicator, encode((skeleton, specs)))
         content = torch.cat([torch.tensor([rows]).reshape(-1).view(torch.uint8), torch.ones(4).view(torch.uint8)])
-        communicator.wait_all([communicator.send(content, 1, 7)])
+        communicator.wait_all([communicator.receive(torch.zeros(1), 1, 7), communicator.send(content, 1, 7)])
 
     refused = outcome_of(send)
     assert isinstance(refused, CommunicationFailedError) and "no state" in str(refused), refused

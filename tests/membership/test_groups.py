@@ -19,7 +19,8 @@ import torch
 from elastic_ray.authentication import new_secret, sign, verify
 from elastic_ray.communication.bootstrap import Bootstrap, BootstrapCall, BootstrapRefusedError, call_mac
 from elastic_ray.communication.bootstrap_store import BootstrapStore
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator, RetiredCommunicators
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.retired_communicators import RetiredCommunicators
 from elastic_ray.worker.setup import Assignment
 from tests.job.specs import spec
 from tests.membership.groups import LocalCaller, LocalController, local_controller, member, on_ranks
@@ -154,7 +155,7 @@ def test_a_group_with_an_unawaited_operation_can_be_dropped() -> None:
 
 THREADS = """
 import concurrent.futures, gc, os, time
-from elastic_ray.communication.communicator import RetiredCommunicators
+from elastic_ray.communication.retired_communicators import RetiredCommunicators
 from tests.membership.groups import local_controller, member
 
 def threads():

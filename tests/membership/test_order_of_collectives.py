@@ -6,7 +6,9 @@ NCCL may wait for ever where two ranks start collectives of two communicators in
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +17,12 @@ from torch import nn
 
 import elastic_ray as er
 from elastic_ray.communication.communicator import Communicator, GradientGroup
+from elastic_ray.loop.api import current_session
+from elastic_ray.membership.worker_side import WorkerMembership
+from elastic_ray.state.tree import receive_state, send_state
+from elastic_ray.sync.engine.gradient_engine import GradientEngine
 from tests.loop.changing import Change, Kill, run_job
+from tests.membership.groups import on_ranks
 from tests.sync.sharded_parameters.sharded import BATCH, Net, data
 
 STARTS: dict[type, tuple[str, ...]] = {
@@ -98,6 +105,61 @@ def test_two_groups_never_have_collectives_at_once(monkeypatch: pytest.MonkeyPat
         for each in ranks[1:]:
             differs = [(i, a, b) for i, (a, b) in enumerate(zip(ranks[0], each, strict=False)) if a != b]
             assert not differs and len(each) == len(ranks[0]), f"{name}: {differs[:4]}, {len(ranks[0])}, {len(each)}"
+
+
+def test_a_group_is_left_when_no_rank_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's groups: what a rank that leaves has not sent yet never arrives."""
+    hand_over, take = GradientEngine.before_change, WorkerMembership.take
+    ended: list[str] = []
+    seen: list[int] = []
+
+    def slow(engine: GradientEngine, stays: Sequence[bool]) -> None:
+        hand_over(engine, stays)
+        worker = current_session().worker
+        time.sleep(0.5 * (worker == "w2"))
+        ended.append(worker)
+
+    def noting(membership: WorkerMembership, generation: int) -> Any:
+        if membership.communicator is not None and membership.communicator.world_size > 1:
+            seen.append(len(ended))
+        return take(membership, generation)
+
+    monkeypatch.setattr(GradientEngine, "before_change", slow)
+    monkeypatch.setattr(WorkerMembership, "take", noting)
+    assert run_job(lambda: train("zero2"), (Change(4, (1,)),), first=(1, 2)).groups[-1] == (1,)
+    assert seen == [2, 2] and sorted(ended) == ["w1", "w2"]
+
+
+@pytest.mark.parametrize(("strategy", "times"), [("all_reduce", 0), ("zero2", 3), ("int8", 5)])
+def test_pairs_connect_when_all_enter_a_group(monkeypatch: pytest.MonkeyPatch, strategy: str, times: int) -> None:
+    """Else a joiner, late in its first step, would let the first exchange of the others fail over NCCL."""
+    connected: list[int] = []
+    monkeypatch.setattr(Communicator, "connect_pairs", lambda communicator: connected.append(communicator.world_size))
+    assert run_job(lambda: train(strategy), (Change(4, (1, 2, 3)),), first=(1, 2)).groups[-1] == (1, 2, 3)
+    assert len(connected) == times
+
+
+def test_a_state_is_sent_when_its_receiver_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, sent = threading.Event(), list[bool]()
+    batch = Communicator.batch
+
+    def noting(communicator: Communicator) -> Any:
+        if communicator.rank == 0:
+            sent.append(there.is_set())
+        return batch(communicator)
+
+    monkeypatch.setattr(Communicator, "batch", noting)
+
+    def work(communicator: Communicator) -> float:
+        if communicator.rank == 0:
+            send_state(communicator, 1, {"x": {"w": torch.ones(3)}})
+            return 3.0
+        time.sleep(0.3)
+        there.set()
+        trees, _ = receive_state(communicator, 0, lambda key: None)
+        return float(trees["x"]["w"].sum())
+
+    assert on_ranks(2, work) == [3.0, 3.0] and sent == [True]
 
 
 def test_a_broken_group_is_used_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

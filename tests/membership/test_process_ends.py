@@ -79,7 +79,8 @@ def test_process_ends_in_order_while_a_group_forms() -> None:
 
 _BROKEN = """
 import time
-from elastic_ray.communication.communicator import Communicator, RetiredCommunicators
+from elastic_ray.communication.communicator import Communicator
+from elastic_ray.communication.retired_communicators import RetiredCommunicators
 
 lone = Communicator(None, "g", rank=0, world_size=1, timeout_s=30.0, form_timeout_s=1.0, host="127.0.0.1")
 lone.mark_broken()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
@@ -59,6 +61,23 @@ def test_group_called_off_on_one_worker_fails_its_unit(tmp_path: Path) -> None:
 
         found = in_two_units(tmp_path / str(close), work, timeout_s=3.0)
         assert all(isinstance(each, CommunicationFailedError) for each in found.values()), found
+
+
+@pytest.mark.parametrize(("cuda", "connects"), [(True, "0"), (False, None)])
+def test_nccl_connects_early_also_in_a_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: bool, connects: str | None
+) -> None:
+    """It reads this once, before the first group of the job forms; else a late rank lets the first collective fail."""
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "1")
+    monkeypatch.delenv("NCCL_RUNTIME_CONNECT")
+
+    def opened(position: int) -> None:
+        group = UnitGroup(place_in(Unit(shard=2), position, str(tmp_path / "u" / "store")), cuda=cuda, timeout_s=20.0)
+        group.open(lambda backend, **options: None)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(opened, range(2)))
+    assert os.environ.get("NCCL_RUNTIME_CONNECT") == connects
 
 
 def test_infinite_sums_of_parts_end_no_training(tmp_path: Path) -> None:

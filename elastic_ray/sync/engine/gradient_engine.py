@@ -378,6 +378,11 @@ class GradientEngine(Participant):
         """True if forward passes fetch rows from other ranks."""
         return self.tabled
 
+    @property
+    def sends_in_pairs(self) -> bool:
+        """True if rows or parts of gradients are exchanged."""
+        return self.meets_in_passes or self._reducer.sends_in_pairs
+
     def join(self, what: Announced) -> None:
         self._sharded.join(what)
 

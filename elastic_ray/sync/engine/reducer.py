@@ -34,7 +34,7 @@ from elastic_ray.sync.engine.reduction import (
 )
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.bucket_operation import GradientBucket
-from elastic_ray.sync.operations.buckets import Bucket
+from elastic_ray.sync.operations.buckets import AllReduceOperation, Bucket
 from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 
@@ -120,6 +120,11 @@ class GradientReducer:
             for hook in hooks_on_gradients([param], _gradient_hook(weakref.ref(self), bucket.index, place, param))
         ]
         self.enter_group()
+
+    @property
+    def sends_in_pairs(self) -> bool:
+        """True if some buckets are not reduced by a plain all-reduce."""
+        return any(type(each) is not AllReduceOperation for each in self._layout.operations)
 
     @property
     def plain_buckets(self) -> list[Bucket] | None:
