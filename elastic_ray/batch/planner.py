@@ -136,6 +136,16 @@ class BatchPlanner:
             return None
         return max(0.0, noise.var) * self.loader.limits.init_batch_size / noise.sqr
 
+    def speed(self, workers: int | None = None) -> tuple[float, float | None]:
+        """Return the throughput [samples/s] and MFU of the latest measured steps; 0 and None while there are none.
+
+        Args:
+            workers: Number of workers that the speed must have been measured with; None for any.
+        """
+        last = self._measured
+        known = last is not None and workers in (None, last.replicas)
+        return (self.throughput, last.mfu) if known and last is not None else (0.0, None)
+
     def goodput(self) -> float | None:
         """Return the predicted goodput of the current configuration [samples/s]; None before the first model."""
         report, model = self.latest, self.model
