@@ -388,5 +388,6 @@ def on_every_node(look: Callable[[], Any], node_ids: Sequence[str]) -> Mapping[s
         except GetTimeoutError:
             answers[node_id] = f"no answer within {_LOOK_S:g} s"
         except RayError as error:
-            answers[node_id] = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+            cause = getattr(error, "cause", None) or error
+            answers[node_id] = (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
     return answers
