@@ -17,6 +17,7 @@ from placement.goodput.forecast import NoiseTrend
 from placement.goodput.mixed import MixedObservation
 from placement.goodput.model import GoodputModel
 from placement.knowledge.knowledge import Prior
+from placement.text import count
 
 if TYPE_CHECKING:
     from elastic_ray.membership.messages import GenerationSpec
@@ -400,8 +401,8 @@ class BatchPlanner:
         if more_than_equal:
             self.equal_shares = True
             return (
-                f"a worker ran out of memory with {atomic_bsz} samples, more than an equal share of the step, which it "
-                "took for a slow one: shares are equal from now on"
+                f"a worker ran out of memory with {count(atomic_bsz, 'sample')}, more than an equal share of the step, "
+                "which it took for a slow one: shares are equal from now on"
             )
         if self.tuner is None:
             return "the batch is not known yet"

@@ -9,7 +9,8 @@ import click
 
 from elastic_ray.cli.listings import SHORT_ID
 from elastic_ray.cli.machine_checks import Check, check_storage, default_storage, machine_checks
-from elastic_ray.cli.output import count, json_option, show_json, show_table
+from elastic_ray.cli.output import json_option, show_json, show_table
+from placement.text import count
 
 COLUMNS = ("CHECK", "STATE", "WHERE", "FINDING")
 

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from elastic_ray.cli.output import count
-from placement.text import one_line
+from placement.text import count, one_line
 
 State = Literal["ok", "warn", "fail"]
 

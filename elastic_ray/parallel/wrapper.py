@@ -71,6 +71,7 @@ from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.statistics.noise import NoiseTracker
 from elastic_ray.sync.step_hooks import StepHooks
 from placement.goodput.model import NoiseScale
+from placement.text import count
 
 if TYPE_CHECKING:
     from elastic_ray.adaptation.runner import PolicyRunner
@@ -360,7 +361,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         run = self._run
         step = run.ledger.outermost
         samples = sum(map(sum, step.sizes)) if step is not None else 0
-        split = f"a step of {samples} samples on {run.group.world_size} workers" if samples else "a batch"
+        split = f"a step of {count(samples, 'sample')} on {count(run.group.world_size)}" if samples else "a batch"
         return (
             f"{torchs}: BatchNorm needs two samples at once, but {split} has left this worker one. Every worker takes "
             f"part in each step: choose a batch_size of at least twice the workers, or fewer workers; drop_last=True "

@@ -33,6 +33,7 @@ from elastic_ray.worker.setup import ProcessInfo
 from placement.cluster.jobs import JobView, Progress
 from placement.cluster.node_record import NodeFailure
 from placement.goodput.forecast import HOLDS_S, BatchForecast
+from placement.text import count
 
 _NO_GPU = None, None
 
@@ -277,17 +278,12 @@ def _remarks(record: JobRecord, planner: BatchPlanner, report: StepReport | None
 
 def wish_note(planner: BatchPlanner) -> str:
     """Return a note on the number of workers that adaptation policies request; empty if they request none."""
-    match planner.wish:
-        case (None, None):
-            return ""
-        case (None, most):
-            return f"its policy asks for {most} workers at most"
-        case (least, None):
-            return f"its policy asks for {least} workers or more"
-        case (least, most) if least == most:
-            return f"its policy asks for {least} workers"
-        case (least, most):
-            return f"its policy asks for {least} to {most} workers"
+    least, most = planner.wish
+    if least is None:
+        return "" if most is None else f"its policy asks for {count(most)} at most"
+    if most is None:
+        return f"its policy asks for {count(least)} or more"
+    return f"its policy asks for {count(least) if least == most else f'{least} to {count(most)}'}"
 
 
 def members(
