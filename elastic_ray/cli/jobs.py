@@ -93,8 +93,10 @@ def logs(job: str, follow: bool, only_events: bool, rank: int | None) -> None:
         _stream_events(found, follow=follow)
     elif follow:
         ray_jobs.stream_script(script.submission)
+    elif text := ray_jobs.output(script.submission):
+        click.echo(text, nl=False)
     else:
-        click.echo(ray_jobs.output(script.submission), nl=False)
+        say(f"submission {script.submission}: {script.phase}, no output. {script.message}".rstrip(), err=True)
 
 
 @click.command(short_help="Show where a job's workers are in their code.")

@@ -190,11 +190,22 @@ def _read(details: Any) -> Submission:
         submission=str(details.submission_id or details.job_id),
         name=str((details.metadata or {}).get(_NAME, "")),
         status=str(getattr(details.status, "value", details.status)),
-        message=" ".join(str(details.message or "").split()),
+        message=without_trace(str(details.message or "")),
         entrypoint=str(details.entrypoint or ""),
         started_s=details.start_time / 1000.0 if details.start_time else None,
         ended_s=details.end_time / 1000.0 if details.end_time else None,
     )
+
+
+def without_trace(message: str) -> str:
+    """Return a message of Ray's on one line: with a traceback in it, only what is before that, and its last line.
+
+    >>> without_trace("setup failed:\\nTraceback (most recent call last):\\n ...\\nERROR: no such package")
+    'setup failed: ERROR: no such package'
+    """
+    before, trace, after = message.partition("Traceback (most recent call last)")
+    words = [*before.split(), *(after.strip().splitlines() or [""])[-1].split()] if trace else message.split()
+    return " ".join(words)
 
 
 def _line(error: BaseException) -> str:
