@@ -389,7 +389,8 @@ def _gpus(row: JobRow) -> str:
         used, reserved = (each / (1 << 30) for each in (row.gpu_memory_used_bytes, row.gpu_memory_reserved_bytes))
         parts.append(f"{used:.1f} GiB used, {reserved:.1f} reserved")
         parts += [row.backend] if row.backend else []
-        parts += [f"{row.throughput / row.workers:.4g} samples/s each"] if row.workers and row.throughput else []
+        speed, unit = (row.tokens_per_s, "tokens") if row.tokens_per_s else (row.throughput, "samples")
+        parts += [f"{speed / row.workers:.4g} {unit}/s each"] if row.workers and speed else []
         parts.append(f"MFU {percent(row.mfu) or 'unknown'}")
     bound = f"{row.memory_bound} samples at once at most" if row.memory_bound is not None else ""
     return "; ".join(part for part in ("GPUs: " + "; ".join(parts) if parts else "", bound) if part)

@@ -244,6 +244,8 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
         shares=shares_of_time(events, memory.status, begun_s, memory.ended_s or now_s),
         workers=tuple(_worker(each, slow) for each in answer.workers),
         mfu=memory.status.mfu if memory.status is not None else None,
+        memory_bound=memory.status.memory_bound if memory.status is not None else None,
+        backend=memory.status.backend if memory.status is not None else "",
         events=tuple((e.time_s, e.kind.value, e.from_workers, e.to_workers, clipped(e.reason)) for e in events),
         logs=memory.facts.storage if memory.facts is not None else "",
     )
