@@ -24,7 +24,8 @@ def doctor(storage: str | None, every_node: bool, as_json: bool) -> None:
 
     Exit code 1 if anything would prevent jobs from running.
     """
-    of_cluster = _cluster_checks(storage or default_storage(), every_node)  # first: it joins the cluster
+    where = default_storage() if storage is None else storage
+    of_cluster = _cluster_checks(where, every_node)  # first: it joins the cluster
     findings = [*machine_checks(), *of_cluster]
     if as_json:
         show_json(findings)

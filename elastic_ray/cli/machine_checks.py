@@ -345,10 +345,11 @@ def default_storage() -> str:
 
 def check_storage(path: str, nodes: int) -> Check:
     """Check that a run's directory can be created in ``path`` and deleted again."""
-    from elastic_ray.checkpoints.run_directory import RunStorage
+    from elastic_ray.checkpoints.run_directory import RunStorage, resolve
     from placement.storage.storage_calls import call_storage
 
     try:
+        resolve(path, None)
         storage = RunStorage(f"{path.rstrip('/')}/.elastic_ray_doctor-{secrets.token_hex(4)}")
         storage.create_within(_STORAGE_S)
         call_storage(path, "deleting", lambda: storage.filesystem.delete_dir(storage.path), timeout_s=_STORAGE_S)

@@ -50,6 +50,8 @@ def test_storage_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert wrong.state == "fail" and "cannot be written" in wrong.detail
     unknown = checks.check_storage("nowhere://bucket", nodes=1)
     assert unknown.state == "fail" and "nowhere://bucket" in unknown.detail
+    unset = checks.check_storage("", nodes=1)
+    assert unset.state == "fail" and "must name a directory or a bucket" in unset.detail
 
 
 def test_a_check_that_breaks_is_a_finding_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
