@@ -64,6 +64,15 @@ def test_a_check_that_breaks_is_a_finding_others_continue(monkeypatch: pytest.Mo
     assert found["shared memory"].state != "fail"
 
 
+def test_a_gpu_that_is_full_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(checks, "check_links", full)
+    (found,) = (check for check in checks.machine_checks() if check.name == "GPU links")
+    assert found.state == "warn" and "no memory left" in found.detail
+
+
 def machine(monkeypatch: pytest.MonkeyPatch, folder: Path, *, gpus: int, smi: str = "", cuda: str | None) -> None:
     """Set up a machine of so many device files, an nvidia-smi of this shell code, and a torch for this CUDA."""
     (folder / "nvidiactl").touch()
