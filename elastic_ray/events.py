@@ -269,7 +269,8 @@ class JobStatus:
         epochs: Number of epochs that the loop declared; None if not declared.
         step: Optimizer steps committed so far.
         batch_size: Global batch size M [samples].
-        throughput: Measured throughput [samples/s].
+        throughput: Measured throughput [samples/s]; 0 while the job does not train, or its present number of workers
+            has not been measured.
         goodput: Throughput x statistical efficiency [samples/s]; None before the job's speed model is fitted.
         efficiency: Statistical efficiency (progress per sample) of the current batch M, relative to the initial batch
             M0: (M0 + B) / (M + B), with the gradient noise scale B; None before the speed model is fitted.
@@ -305,8 +306,10 @@ class JobStatus:
         gpu_memory_reserved_bytes: Peak GPU memory reserved by any one worker, caches included.
         memory_bound: Limit on the samples that a worker processes at once, set because a worker ran out of memory with
             more; None if no worker ran out of memory.
-        backend: Backend that sends gradients between the GPUs: ``nccl`` or ``gloo``; empty for one worker.
-        mfu: Model FLOPs utilisation, 0 to 1; None if the number of operations, or the GPU's peak, is unknown.
+        backend: Backend that sends gradients between the GPUs: ``nccl`` or ``gloo``; empty for one worker, and while
+            the job does not train.
+        mfu: Model FLOPs utilisation, 0 to 1; None if the number of operations, or the GPU's peak, is unknown, and as for
+            ``throughput``.
         reports: Number of reports from rank 0, including reports in earlier runs that the job continues.
         checkpoint: Path of the reported or automatic checkpoint that a restart would continue from; empty before the
             first.

@@ -127,8 +127,3 @@ def nodes_of(node_ids: Collection[str]) -> tuple[str, str]:
     """Return a phrase that names these nodes as the subject of a sentence, and the ending of its verb ("s" or "")."""
     several = len(node_ids) > 1
     return (f"{len(node_ids)} nodes", "") if several else (f"node {next(iter(node_ids))[:8]}", "s")
-
-
-def count(workers: int) -> str:
-    """Return a number of workers as text: ``1 worker``, ``2 workers``."""
-    return "1 worker" if workers == 1 else f"{workers} workers"

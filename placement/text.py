@@ -70,6 +70,11 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: 
     return "\n".join("  ".join(f"{cell:{side}{width}}" for cell, side, width in line).rstrip() for line in padded)
 
 
+def count(number: int, noun: str = "worker") -> str:
+    """Return text such as ``1 worker`` or ``2 workers``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def ago(seconds: float) -> str:
     """Return a duration in its two largest units: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``; empty if not finite."""
     if not math.isfinite(seconds):

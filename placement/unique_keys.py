@@ -15,7 +15,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
-        for key, _ in node.value:
+        for key, value in node.value:  # for the messages of `construct_object`
+            value.key = getattr(key, "value", "")
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
                 if (key.tag, key.value) in seen:
                     raise yaml.composer.ComposerError(None, None, f"key {key.value!r} occurs twice", key.start_mark)
@@ -26,7 +27,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError) as error:  # PyYAML's own, of a date such as 2024-02-30
-            why = f"{node.value!r:.80} is no value of its type: {error}"
+            of = f" of {key}" if isinstance(key := getattr(node, "key", ""), str) and key else ""
+            why = f"the value{of}, {node.value!r:.80}, is not valid: {str(error).split('; use sys.')[0]}"
             raise yaml.constructor.ConstructorError(None, None, why, node.start_mark) from error
 
 
@@ -42,7 +44,7 @@ def load_yaml(text: str) -> Any:
 
 def load_json(text: str) -> Any:
     """Return the value of JSON text. Raises ValueError, also for a key that occurs twice in an object."""
-    return _parsed(json.loads, ValueError, text, object_pairs_hook=_once)
+    return _parsed(json.loads, ValueError, text, object_pairs_hook=_once, parse_int=_whole)
 
 
 def _parsed(parse: Callable[..., Any], invalid: type[Exception], text: str, **options: Any) -> Any:
@@ -50,6 +52,13 @@ def _parsed(parse: Callable[..., Any], invalid: type[Exception], text: str, **op
         return parse(text, **options)
     except RecursionError as error:
         raise invalid("it is nested too deeply") from error
+
+
+def _whole(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:  # Python parses no longer ones
+        raise ValueError(f"the whole number {digits[:20]}... is too long: it has {len(digits)} digits") from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

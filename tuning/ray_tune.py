@@ -30,10 +30,13 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, HyperBandScheduler, Med
 
 from elastic_ray.checkpoints.run_directory import SUBMISSION_FILE, RunStorage
 from elastic_ray.config import ElasticConfig, SchedulingConfig
+from elastic_ray.driver.other_clusters import refuse_running_elsewhere
 from elastic_ray.driver.overrides import login_name, read_overrides
 from elastic_ray.driver.trainer import kept_submission
 from elastic_ray.events import JobPhase
 from elastic_ray.late_patch import patched
+from elastic_ray.record.submitted import SubmittedJob
+from elastic_ray.record.writer import ALIVE_EVERY_S
 from elastic_ray.worker.train_loop import PickledTrainLoop, pack, with_config
 from placement.ray_cluster.snapshot import on_head
 from placement.text import printable
@@ -387,14 +390,19 @@ def _claim_sweeps() -> None:
             scheduler = getattr(self, "_scheduler_alg", None)
             promise = template.promise or read_promise(scheduler, first.stopping_criterion)
             trials = getattr(getattr(self, "search_alg", None), "total_samples", None)
-            watch.claim(name, this_driver(self.experiment_path, promise, template.limits, trials))
-            _keep_submission(name, first.storage)
+            driver = this_driver(self.experiment_path, promise, template.limits, trials)
+            directory, kept = _submission(name, first.storage)
+            refuse_running_elsewhere(directory, kept, timeout_s=template.spec.elastic.storage_timeout_s)
+            watch.claim(name, driver)
+            watch.signs = _keep_submission(directory, kept)
         watch.check()
         add(self)
 
     def clean_and_release(self: TuneController) -> None:
         watch, (name, _) = _watch_of(self), _sweep_of(self)
         clean(self)
+        if watch.signs is not None:
+            watch.signs.stop()
         if name and watch.driver is not None:
             release_sweep(name, watch.driver)
 
@@ -402,15 +410,21 @@ def _claim_sweeps() -> None:
     TuneController.cleanup = clean_and_release  # type: ignore[method-assign]
 
 
-def _keep_submission(name: str, storage: StorageContext) -> None:
-    """Save the sweep's submit command in the experiment's directory for a later resume; log storage errors."""
+def _submission(name: str, storage: StorageContext) -> tuple[RunStorage, SubmittedJob]:
+    """Return an experiment's directory, and the record of how its sweep was submitted."""
     told, path = read_overrides(os.environ), storage.experiment_fs_path
     named = not _FRESH_NAME.search(storage.experiment_dir_name)
     kept = kept_submission(name, path, told.submission, told.command, told.user or login_name(), named=named)
+    return RunStorage(path, storage.storage_filesystem), kept
+
+
+def _keep_submission(directory: RunStorage, kept: SubmittedJob) -> SignsOfLife:
+    """Store the record, for a later resume, and from now on show other clusters that the directory is in use."""
     try:
-        RunStorage(path, storage.storage_filesystem).write_submission(kept.to_json())
+        directory.write_submission(kept.to_json())
     except OSError as error:
-        logger.warning("`elastic-ray resume --all` will not know sweep %s: %s", name, error)
+        logger.warning("`elastic-ray resume --all` will not know sweep %s: %s", kept.job, error)
+    return SignsOfLife(directory)
 
 
 def _resume_sweeps() -> None:
@@ -500,12 +514,33 @@ def _watch_of(controller: TuneController) -> _Watch:
     return _watches.setdefault(controller, _Watch())
 
 
+class SignsOfLife(threading.Thread):
+    """Thread that writes into a sweep's directory, for other clusters, that its driver lives."""
+
+    def __init__(self, directory: RunStorage, every_s: float = ALIVE_EVERY_S) -> None:
+        super().__init__(name="sweep-signs-of-life", daemon=True)
+        self._directory, self._every_s, self._stopped = directory, every_s, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Write until stopped; storage that does not answer is asked again."""
+        while not self._stopped.is_set():
+            with contextlib.suppress(OSError):
+                self._directory.write_alive()
+            self._stopped.wait(self._every_s)
+
+    def stop(self) -> None:
+        """End the thread after the write in progress."""
+        self._stopped.set()
+
+
 class _Watch:
     """State of an experiment's sweep in this process: its driver, its claim, and the timer for checking for a stop."""
 
     def __init__(self) -> None:
         self._next_s, self.stops = 0.0, StopWatch()
         self.driver: SweepDriver | None = None
+        self.signs: SignsOfLife | None = None
         self._claiming: concurrent.futures.Future[None] | None = None
 
     def claim(self, name: str, driver: SweepDriver) -> None:

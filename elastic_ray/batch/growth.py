@@ -15,6 +15,7 @@ from collections.abc import Collection
 from typing import Any, TypeAlias
 
 from elastic_ray.batch.reports import NoiseSignal
+from placement.text import count
 
 MAX_GROWTH = 2.0
 """Factor by which a batch grows in one decision."""
@@ -155,7 +156,7 @@ class GrowthWatch:
             return None
         smaller = max(self._least, now // 2)
         quiet, self._quiet_since = self._steps - since[0], (self._steps, signal.updates)
-        return StepBack(batch_size=smaller, reason=f"batch {now} -> {smaller}: no signal in {quiet} steps")
+        return StepBack(batch_size=smaller, reason=f"batch {now} -> {smaller}: no signal in {count(quiet, 'step')}")
 
     def _take_back(self, before: int, rise: str) -> StepBack:
         """Return the batch before the growth that caused the given rise, and pause further growth."""

@@ -17,6 +17,7 @@ from placement.goodput.forecast import NoiseTrend
 from placement.goodput.mixed import MixedObservation
 from placement.goodput.model import GoodputModel
 from placement.knowledge.knowledge import Prior
+from placement.text import count
 
 if TYPE_CHECKING:
     from elastic_ray.membership.messages import GenerationSpec
@@ -135,6 +136,16 @@ class BatchPlanner:
         if noise is None or noise.sqr <= 0 or self.loader is None:
             return None
         return max(0.0, noise.var) * self.loader.limits.init_batch_size / noise.sqr
+
+    def speed(self, workers: int | None = None) -> tuple[float, float | None]:
+        """Return the throughput [samples/s] and MFU of the latest measured steps; 0 and None while there are none.
+
+        Args:
+            workers: Number of workers that the speed must have been measured with; None for any.
+        """
+        last = self._measured
+        known = last is not None and workers in (None, last.replicas)
+        return (self.throughput, last.mfu) if known and last is not None else (0.0, None)
 
     def goodput(self) -> float | None:
         """Return the predicted goodput of the current configuration [samples/s]; None before the first model."""
@@ -390,8 +401,8 @@ class BatchPlanner:
         if more_than_equal:
             self.equal_shares = True
             return (
-                f"a worker ran out of memory with {atomic_bsz} samples, more than an equal share of the step, which it "
-                "took for a slow one: shares are equal from now on"
+                f"a worker ran out of memory with {count(atomic_bsz, 'sample')}, more than an equal share of the step, "
+                "which it took for a slow one: shares are equal from now on"
             )
         if self.tuner is None:
             return "the batch is not known yet"

@@ -18,6 +18,7 @@ from elastic_ray.batch.limits import BatchChoice, BatchLimits, cut_within, split
 from elastic_ray.batch.reports import NoiseSignal, outdated
 from placement.goodput.model import GoodputModel, NoiseScale, Observation, ThroughputModel, fit
 from placement.knowledge.knowledge import Prior
+from placement.text import count
 
 HYSTERESIS = 0.05
 """Predicted gain in goodput below which the batch stays."""
@@ -224,7 +225,7 @@ class BatchTuner:
         Raises BatchDoesNotFitError if the failing batch was the smallest allowed.
         """
         lower = 1 if self.limits.fixed else self.limits.lower
-        failed = f"a worker ran out of memory with {atomic_bsz} samples"
+        failed = f"a worker ran out of memory with {count(atomic_bsz, 'sample')}"
         if atomic_bsz <= lower:
             raise BatchDoesNotFitError(
                 f"{failed}, the smallest local batch allowed; "
@@ -310,7 +311,7 @@ class BatchTuner:
             if further[0] > kept * (1 + LARGE_GAIN):
                 goodput, atomic_bsz, accum_steps = further
         if goodput <= 0:
-            return keep, forced or f"{stays}: no other batch within the limits fits {replicas} workers"
+            return keep, forced or f"{stays}: no other batch within the limits fits {count(replicas)}"
         predicted = f"goodput {kept:,.0f} -> {goodput:,.0f} samples/s ({goodput / kept - 1:+.0%})"
         if goodput > kept * (1 + HYSTERESIS):
             best = BatchChoice(atomic_bsz=atomic_bsz, accum_steps=accum_steps)
@@ -408,7 +409,7 @@ class BatchTuner:
 
 def _cut(choice: BatchChoice, replicas: int) -> str:
     """Return text such as ``128 = 2 workers x 32 samples x 2 micro-steps``."""
-    text = f"{choice.batch_size(replicas)} = {replicas} workers x {choice.atomic_bsz} samples"
+    text = f"{choice.batch_size(replicas)} = {count(replicas)} x {count(choice.atomic_bsz, 'sample')}"
     return text + (f" x {choice.accum_steps + 1} micro-steps" if choice.accum_steps else "")
 
 

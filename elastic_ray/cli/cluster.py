@@ -373,7 +373,7 @@ def ray_nodes() -> list[dict[str, Any]]:
 
 def on_every_node(look: Callable[[], Any], node_ids: Sequence[str]) -> Mapping[str, Any]:
     """Call ``look`` on each node; return the results, keyed by node id, with a text in place of each failed result."""
-    task: Any = ray.remote(look)
+    task: Any = ray.remote(max_calls=1)(look)  # a process that stays would keep the memory that CUDA takes on each GPU
     calls = {
         node_id: task.options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -388,5 +388,6 @@ def on_every_node(look: Callable[[], Any], node_ids: Sequence[str]) -> Mapping[s
         except GetTimeoutError:
             answers[node_id] = f"no answer within {_LOOK_S:g} s"
         except RayError as error:
-            answers[node_id] = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+            cause = getattr(error, "cause", None) or error
+            answers[node_id] = (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
     return answers

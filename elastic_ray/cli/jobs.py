@@ -11,7 +11,6 @@ import click
 
 from elastic_ray.cli.listings import JOB_COLUMNS, JobRow, Submission, job_cells, job_rows, no_metric, with_metric
 from elastic_ray.cli.output import (
-    count,
     job_argument,
     json_option,
     metric_option,
@@ -23,6 +22,7 @@ from elastic_ray.cli.output import (
 from elastic_ray.cli.sweeps import grouped
 from elastic_ray.driver.display import event_line, status_line
 from elastic_ray.events import JobEvent, JobPhase
+from placement.text import count
 
 if TYPE_CHECKING:
     from elastic_ray.cli.cluster import JobClient
@@ -93,8 +93,10 @@ def logs(job: str, follow: bool, only_events: bool, rank: int | None) -> None:
         _stream_events(found, follow=follow)
     elif follow:
         ray_jobs.stream_script(script.submission)
+    elif text := ray_jobs.output(script.submission):
+        click.echo(text, nl=False)
     else:
-        click.echo(ray_jobs.output(script.submission), nl=False)
+        say(f"submission {script.submission}: {script.phase}, no output. {script.message}".rstrip(), err=True)
 
 
 @click.command(short_help="Show where a job's workers are in their code.")
@@ -176,7 +178,7 @@ def stop(job: str, now: bool) -> None:
     sweeps = cluster.find_sweeps(job, found)
     for sweep in sweeps:
         trials = cluster.stop_sweep(sweep, now=now, reason="elastic-ray stop")
-        say(f"the sweep ends; {trials} trials are stopped")
+        say(f"the sweep ends; {count(trials, 'trial')} stopped")
     if not found and sweeps:
         return
     if not found:

@@ -13,7 +13,7 @@ from elastic_ray.events import JobPhase, JobStatus, named_parts, number_in, numb
 from placement.arguments import meant
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, by_node, schedulable
 from placement.cluster.node_record import NodeHistory
-from placement.text import ago, printable
+from placement.text import ago, count, printable
 
 if TYPE_CHECKING:
     from elastic_ray.job_spec import JobSpec
@@ -351,9 +351,9 @@ def _waits(row: JobRow) -> str:
 def _left(row: JobRow) -> str:
     """Return text such as ``42% done; 3m05s left (2m10s to 4m00s), 12345 samples, 500 steps``."""
     left = [until_end(row)] if until_end(row) else []
-    left += [f"{row.samples_left} samples"] if row.samples_left is not None else []
-    left += [f"{row.tokens_left} tokens"] if row.tokens_left is not None else []
-    left += [f"{row.steps_left} steps"] if row.steps_left is not None else []
+    left += [count(row.samples_left, "sample")] if row.samples_left is not None else []
+    left += [count(row.tokens_left, "token")] if row.tokens_left is not None else []
+    left += [count(row.steps_left, "step")] if row.steps_left is not None else []
     done = f"{percent(row.progress)} done" if percent(row.progress) else ""
     return "; ".join(part for part in (done, "left: " + ", ".join(left) if left else "") if part)
 
@@ -389,7 +389,8 @@ def _gpus(row: JobRow) -> str:
         used, reserved = (each / (1 << 30) for each in (row.gpu_memory_used_bytes, row.gpu_memory_reserved_bytes))
         parts.append(f"{used:.1f} GiB used, {reserved:.1f} reserved")
         parts += [row.backend] if row.backend else []
-        parts += [f"{row.throughput / row.workers:.4g} samples/s each"] if row.workers and row.throughput else []
+        speed, unit = (row.tokens_per_s, "tokens") if row.tokens_per_s else (row.throughput, "samples")
+        parts += [f"{speed / row.workers:.4g} {unit}/s each"] if row.workers and speed else []
         parts.append(f"MFU {percent(row.mfu) or 'unknown'}")
     bound = f"{row.memory_bound} samples at once at most" if row.memory_bound is not None else ""
     return "; ".join(part for part in ("GPUs: " + "; ".join(parts) if parts else "", bound) if part)

@@ -6,18 +6,22 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+import subprocess
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from elastic_ray.cli.output import count
+from placement.text import count, one_line
 
 State = Literal["ok", "warn", "fail"]
 
 _PACKAGE = "elastic-ray"
 _SHARED_MEMORY = Path("/dev/shm")
+_DEVICES = Path("/dev")
 _LEAST_SHARED_BYTES = 1 << 30
 _WORD = b"heard"
 _REACH_S = 5.0
@@ -52,8 +56,12 @@ def machine_checks() -> tuple[Check, ...]:
 
 def _survive(name: str, look: Callable[[], Check]) -> Check:
     """Run a check; if it raises, report that as a failure so that the remaining checks still run."""
+    import torch
+
     try:
         return look()
+    except torch.OutOfMemoryError:
+        return Check(name, "warn", "not checked, since a GPU has no memory left: other processes use it")
     except Exception as error:
         return Check(name, "fail", f"{type(error).__name__}: {error}".splitlines()[0])
 
@@ -87,32 +95,82 @@ def check_gpu() -> Check:
     """Check that torch sees the machine's GPUs and that each GPU computes correctly."""
     import torch
 
-    if not torch.cuda.is_available():
-        if shutil.which("nvidia-smi") is None and not Path("/proc/driver/nvidia/gpus").exists():
-            return Check("GPU", "ok", "none here: jobs train on CPUs")
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        return Check(
-            "GPU",
-            "fail",
-            f"there is an NVIDIA driver, but torch {torch.__version__} ({built}) sees no GPU: check nvidia-smi, "
-            "CUDA_VISIBLE_DEVICES, and that torch is a build for this driver",
-        )
-    names, kernels = [], set(torch.cuda.get_arch_list())
+    with warnings.catch_warnings(record=True) as told:  # torch warns of a driver that is too old, and goes on
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    if not available:
+        return _unseen_gpus("; ".join(one_line(each.message) for each in told if isinstance(each.message, Warning)))
+    seen, kernels = list[str](), torch.cuda.get_arch_list() if torch.version.cuda else []
     for number in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(number)
-        newest = max((int(arch.partition("_")[2].rstrip("abcdef")) for arch in kernels if "_" in arch), default=0)
-        if kernels and not any(arch.startswith(f"sm_{major}") for arch in kernels):
-            way = "a newer torch" if newest < 10 * major + minor else "an older torch"
-            detail = f"torch {torch.__version__} has no kernels for GPU {number} (sm_{major}{minor}): install {way}"
-            return Check("GPU", "fail", detail)
+        if kernels and not has_kernels(kernels, major, minor):
+            detail = f"torch {torch.__version__} ({' '.join(kernels)}) has no kernels for GPU {number}"
+            return Check("GPU", "fail", f"{detail} (sm_{major}{minor}): install a torch with kernels for it")
         ones = torch.ones(8, 8, device=f"cuda:{number}")
         if float((ones @ ones).sum()) != 512.0:
             return Check("GPU", "fail", f"GPU {number} computes wrong results")
-        names.append(torch.cuda.get_device_name(number))
-    kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    memory = torch.cuda.get_device_properties(0).total_memory / (1 << 30)
+        memory = torch.cuda.get_device_properties(number).total_memory / (1 << 30)
+        seen.append(f"{torch.cuda.get_device_name(number)}, {memory:.0f} GiB")
+    kinds = "; ".join(f"{seen.count(each)} x {each}" for each in dict.fromkeys(seen))
     driver = f", driver {version}" if (version := _driver_version()) else ""
-    return Check("GPU", "ok", f"{kinds}, {memory:.0f} GiB, CUDA {torch.version.cuda}{driver}")
+    platform_version = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    return Check("GPU", "ok", f"{kinds}; {platform_version}{driver}")
+
+
+def has_kernels(kernels: Sequence[str], major: int, minor: int) -> bool:
+    """True if torch can run on a GPU of this compute capability: it has binaries, or code to compile (``compute_``).
+
+    A binary runs on GPUs of its major version from its minor version on, and compiled code on all later ones. With
+    the suffix ``a``, both are for one capability only.
+    """
+    for each in kernels:
+        if (parsed := re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", each)) is None:
+            continue
+        built = int(parsed[2]), int(parsed[3])
+        same = built == (major, minor)
+        later = built <= (major, minor) and (parsed[1] == "compute" or built[0] == major)
+        if same or (later and parsed[4] != "a"):
+            return True
+    return False
+
+
+def _unseen_gpus(reason: str) -> Check:
+    """Return the finding on a machine where torch sees no GPU; ``reason`` is torch's warning, or empty."""
+    import torch
+
+    number, complaint = _nvidia_gpus()
+    if complaint:
+        return Check("GPU", "warn", f"nvidia-smi is here, but finds no GPU: {complaint}; jobs train on CPUs")
+    if not number:
+        return Check("GPU", "ok", "none here: jobs train on CPUs")
+    here = f"{count(number, 'NVIDIA GPU')} here"
+    if not torch.version.cuda:
+        way = "install torch's CUDA build"
+        return Check("GPU", "fail", f"{here}, but torch {torch.__version__} was built without CUDA: {way}")
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        way = "unset it, also where Ray is started, for jobs on GPUs"
+        return Check("GPU", "warn", f"{here}, but CUDA_VISIBLE_DEVICES={visible!r} hides them: {way}")
+    driver = f"driver {version}" if (version := _driver_version()) else "the driver"
+    what = f"{here}, but torch {torch.__version__} (CUDA {torch.version.cuda}) sees none with {driver}"
+    way = "update the driver, or install a torch for an older CUDA"
+    return Check("GPU", "fail", f"{what}{f' ({reason})' if reason else ''}: {way}")
+
+
+def _nvidia_gpus() -> tuple[int, str]:
+    """Return the number of NVIDIA GPUs that this process may use, and what nvidia-smi complains of if there are none.
+
+    A container sees the driver of its host, but has a device file only for each GPU that it was given.
+    """
+    files = len([each for each in _DEVICES.glob("nvidia*") if each.name.removeprefix("nvidia").isdigit()])
+    if files or shutil.which("nvidia-smi") is None:
+        return files, ""
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_REACH_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return 0, one_line(error)
+    lines = [each for each in f"{answer.stdout}\n{answer.stderr}".splitlines() if each.strip()]
+    found = sum(each.startswith("GPU ") for each in lines)
+    return found, "" if found else (lines[0] if lines else "no device")
 
 
 def _driver_version() -> str:
@@ -186,19 +244,30 @@ def _copied(source: str, target: str) -> float:
 
 TRAPS = {
     "CUDA_LAUNCH_BLOCKING": "each kernel is waited for, which makes steps slow",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor is allocated by the driver, which makes steps slow",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor is allocated by the driver, which makes steps slow, also with 0",
     "NCCL_P2P_DISABLE": "GPUs of one machine talk by host memory",
     "NCCL_SHM_DISABLE": "ranks of one machine talk by the network",
     "NCCL_IB_DISABLE": "NCCL leaves InfiniBand out, and talks by TCP",
+    "NCCL_COMM_BLOCKING": "NCCL's calls block, and a lost worker can hang the others",
+    "TORCH_NCCL_BLOCKING_WAIT": "each reduction is waited for, which makes steps slow",
+    "NCCL_BLOCKING_WAIT": "each reduction is waited for, which makes steps slow",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "torch ends workers whose peer is lost, instead of letting them continue",
+    "TORCH_NCCL_ENABLE_MONITORING": "torch ends workers whose group hangs, instead of letting them continue",
     "CUDA_MPS_PIPE_DIRECTORY": "under MPS a worker that dies with work outstanding leaves the others undefined",
 }
 """Environment variables that are set by mistake, or left from a test, and what they do."""
 
+_SET_IN_ANY_CASE = ("PYTORCH_NO_CUDA_MEMORY_CACHING",)  # torch looks whether it is there, not at its value
+
 
 def check_traps() -> Check:
     """Check for environment variables that are known to slow down NCCL and CUDA or to make them fail."""
-    here = {name: os.environ.get(name, "0") for name in TRAPS}
-    found = [f"{name}={value}: {TRAPS[name]}" for name, value in here.items() if value not in ("", "0")]
+    here = {name: os.environ[name] for name in TRAPS if name in os.environ}
+    found = [
+        f"{name}={value}: {TRAPS[name]}"
+        for name, value in here.items()
+        if value not in ("", "0") or name in _SET_IN_ANY_CASE
+    ]
     wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
     interfaces = Path("/sys/class/net")
     if wanted and interfaces.is_dir() and not is_there(wanted, [each.name for each in interfaces.iterdir()]):
@@ -234,8 +303,7 @@ def check_ports() -> Check:
                     answering.settimeout(_REACH_S)
                     heard = answering.recv(len(_WORD)) == _WORD
     except Exception as error:
-        reason = str(error).splitlines()[0]
-        return Check("ports", "fail", f"nothing can listen and be reached at {host}: {reason}")
+        return Check("ports", "fail", f"nothing can listen and be reached at {host}: {one_line(error)}")
     if not heard:
         return Check("ports", "fail", f"something else answers at {host}")
     return Check(
@@ -281,15 +349,16 @@ def default_storage() -> str:
 
 def check_storage(path: str, nodes: int) -> Check:
     """Check that a run's directory can be created in ``path`` and deleted again."""
-    from elastic_ray.checkpoints.run_directory import RunStorage
+    from elastic_ray.checkpoints.run_directory import RunStorage, resolve
     from placement.storage.storage_calls import call_storage
 
     try:
+        resolve(path, None)
         storage = RunStorage(f"{path.rstrip('/')}/.elastic_ray_doctor-{secrets.token_hex(4)}")
         storage.create_within(_STORAGE_S)
         call_storage(path, "deleting", lambda: storage.filesystem.delete_dir(storage.path), timeout_s=_STORAGE_S)
     except (OSError, ValueError) as error:
-        return Check("storage", "fail", detail=str(error).splitlines()[0])
+        return Check("storage", "fail", detail=one_line(error))
     if nodes > 1 and "://" not in path:
         detail = f"{path} can be written here; all {nodes} nodes must share it (NFS), or use s3://bucket/dir"
         return Check("storage", "warn", detail)

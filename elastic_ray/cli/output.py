@@ -98,11 +98,6 @@ def on_terminal() -> bool:
     return sys.stdout.isatty() and not plain
 
 
-def count(number: int, noun: str) -> str:
-    """Return text such as ``1 job`` or ``2 jobs``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 class Seconds(click.FloatRange):
     """Number of seconds within a range; unlike in ``click.FloatRange``, nan is in no range."""
 

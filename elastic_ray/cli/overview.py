@@ -19,7 +19,8 @@ from elastic_ray.cli.listings import (
     node_cells,
     node_rows,
 )
-from elastic_ray.cli.output import count, json_option, say, show_json, show_table
+from elastic_ray.cli.output import json_option, say, show_json, show_table
+from placement.text import count
 
 if TYPE_CHECKING:
     from placement.allocator.snapshot import CoreSnapshot

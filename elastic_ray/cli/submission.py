@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from elastic_ray.access import HOW_TO_SEND
 from elastic_ray.cli.cluster import RefusedError, connect
 from elastic_ray.cli.listings import Submission
 from elastic_ray.cli.output import say
-from placement.text import one_line
+from placement.text import ago, one_line
 
 _NAME = "elastic_ray"
 """Metadata of the submissions that are ours: the name."""
 
 _POLL_S = 0.5
+_SILENT_S, _REMIND_S = 3.0, 30.0  # before the first word on what a script waits for, and between two
 _AGENT_S = 15.0  # a cluster that has just started has no agent yet that could run a script
 _NO_AGENT = "No available agent"
 _TAKEN = "already exists"
@@ -134,15 +136,32 @@ def output(submission: str) -> str:
 def follow(submission: str, show: Callable[[str], None]) -> None:
     """Pass a script's output to ``show`` as it is printed, from start to end."""
     there = client()
-    while str(there.get_job_status(submission).value) == "PENDING":
-        time.sleep(_POLL_S)
 
     async def read() -> None:
         async for chunk in there.tail_job_logs(submission):
             show(chunk)
 
-    try:
+    with _connected():
+        _await_start(there, submission)
         asyncio.run(read())
+
+
+def _await_start(there: Any, submission: str) -> None:
+    """Wait until a script starts; say on standard error what it is waiting for, as pip may take minutes."""
+    began_s = time.monotonic()
+    due_s = began_s + _SILENT_S
+    while (found := _read(there.get_job_info(submission))).status == "PENDING":
+        if (now_s := time.monotonic()) > due_s:
+            say(f"submission {submission}, {ago(now_s - began_s)}: {found.message}", err=True)
+            due_s = now_s + _REMIND_S
+        time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[None]:
+    """Raise ClickException if the dashboard does not answer within this context."""
+    try:
+        yield
     except (RuntimeError, OSError) as error:
         raise click.ClickException(f"the connection to the dashboard was lost: {_line(error)}") from error
 
@@ -159,8 +178,9 @@ def stream_script(submission: str) -> None:
 def wait(submission: str) -> Submission:
     """Wait until a submission's script has ended and return the submission."""
     there = client()
-    while not (found := _read(there.get_job_info(submission))).ended:
-        time.sleep(_POLL_S)
+    with _connected():
+        while not (found := _read(there.get_job_info(submission))).ended:
+            time.sleep(_POLL_S)
     return found
 
 
@@ -170,11 +190,22 @@ def _read(details: Any) -> Submission:
         submission=str(details.submission_id or details.job_id),
         name=str((details.metadata or {}).get(_NAME, "")),
         status=str(getattr(details.status, "value", details.status)),
-        message=" ".join(str(details.message or "").split()),
+        message=without_trace(str(details.message or "")),
         entrypoint=str(details.entrypoint or ""),
         started_s=details.start_time / 1000.0 if details.start_time else None,
         ended_s=details.end_time / 1000.0 if details.end_time else None,
     )
+
+
+def without_trace(message: str) -> str:
+    """Return a message of Ray's on one line: with a traceback in it, only what is before that, and its last line.
+
+    >>> without_trace("setup failed:\\nTraceback (most recent call last):\\n ...\\nERROR: no such package")
+    'setup failed: ERROR: no such package'
+    """
+    before, trace, after = message.partition("Traceback (most recent call last)")
+    words = [*before.split(), *(after.strip().splitlines() or [""])[-1].split()] if trace else message.split()
+    return " ".join(words)
 
 
 def _line(error: BaseException) -> str:

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic_ray.cli.listings import JobRow
-from elastic_ray.cli.output import count
 from elastic_ray.events import JobPhase
-from placement.text import ago
+from placement.text import ago, count
 
 TRIAL_COLUMNS = ("TRIAL", "METRIC", "REPORTS", "PHASE", "WORKERS", "ETA", "JOB")
 

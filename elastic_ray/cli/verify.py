@@ -13,6 +13,7 @@ import click
 from elastic_ray.cli.output import json_option, show_json, show_table
 from elastic_ray.events import JobEvent
 from elastic_ray.record.submitted import SubmittedJob
+from placement.text import count
 
 if TYPE_CHECKING:
     from elastic_ray.checkpoints.automatic import StateFile
@@ -137,7 +138,7 @@ def replay_submitted(path: str, step: int) -> Finding:
             replayed.ask("stop", now=True, reason="the replay is over")
             replayed.wait_for(lambda status: status.phase.ended, _END_S)
     window.remove()
-    return Finding(line=0, what="replay", proven=found.proven, text=f"{found} ({workers} workers)")
+    return Finding(line=0, what="replay", proven=found.proven, text=f"{found} ({count(workers)})")
 
 
 def _other_size(events: Iterable[JobEvent]) -> int:

@@ -11,6 +11,8 @@ import enum
 import zlib
 from collections.abc import Iterable, Sequence
 
+from placement.text import count
+
 _INDEX_BITS, _DETAIL_BITS = 8, 40  # with the intent's 4 bits, a code is exact in float64
 
 
@@ -152,7 +154,7 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
     for rank, (code, steps) in enumerate(zip(codes, loader_steps, strict=True)):
         known = dataclasses.replace(Announced.from_code(code), strategy=strategies[rank]) if strategies else None
         what = str(known or Announced.from_code(code)) if code else "has announced nothing"
-        doing.setdefault(f"{what} after {steps} steps" if several else what, []).append(rank)
+        doing.setdefault(f"{what} after {count(steps, 'step')}" if several else what, []).append(rank)
     told = "; ".join(f"{_named(ranks)} {what}" for what, ranks in doing.items())
     if idle := sum(code & 15 == Intent.IDLE for code in codes):
         return _needs_samples(min(loader_steps), len(codes) - idle, len(codes), told)

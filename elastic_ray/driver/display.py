@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report
-from placement.text import printable, short_ids, short_name
+from placement.text import count, printable, short_ids, short_name
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -27,7 +27,7 @@ _MOST_EPOCHS = 100
 def event_line(job: str, event: JobEvent) -> str:
     """Return an event as one line, e.g. ``job a1: 2 -> 4 workers, goodput: +1 gains 0.31, pause 0.18 s``."""
     if event.from_workers != event.to_workers:
-        what = f"{event.from_workers} -> {event.to_workers} workers"
+        what = f"{event.from_workers} -> {count(event.to_workers)}"
         if event.kind not in (EventKind.RESIZE, EventKind.STARTED):
             what = f"{event.kind.value.replace('_', ' ')}, {what}"
     else:

@@ -198,6 +198,8 @@ class ElasticTrainer:
         )
         timeout_s = spec.elastic.storage_timeout_s
         refuse_running_elsewhere(storage, kept, timeout_s=timeout_s)
+        before = call_storage(storage.where, "reading", lambda: len(storage.read_events()), timeout_s=timeout_s)
+        kept = dataclasses.replace(kept, events_before=before)
         call_storage(storage.where, "writing", lambda: storage.write_submission(kept.to_json()), timeout_s=timeout_s)
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
         try:

@@ -46,6 +46,7 @@ from placement.allocator.events import HeartbeatReply
 from placement.cluster.jobs import JobView
 from placement.knowledge.knowledge import Prior
 from placement.ray_cluster.metric_writer import MetricWriter
+from placement.text import count
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -415,7 +416,7 @@ class JobSupervisor:
         self.group.recover(told, state)
         workers = self.group.machine.world_size
         known = max(len(told), len(state.processes))  # some may have started since the last record
-        reason = f"its controller was restarted; {len(told)} of {known} workers are there"
+        reason = f"its controller was restarted; {len(told)} of {count(known)} answered"
         self.events.add(EventKind.RECOVERED, state.world_size, workers, reason, **self._unrecorded_proof(told))
         if state.preempted is not None:
             self._preemption.start(Allocated(nodes={}, reason=state.preempted), time.monotonic())

@@ -11,6 +11,7 @@ from elastic_ray.membership.messages import GenerationSpec, Member, Returned
 from elastic_ray.membership.roster import InFlight, Roster, WorkerPhase, WorkerRecord, number
 from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
+from placement.text import count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +159,7 @@ class GenerationChanges(Roster):
             self._emit(
                 EventKind.WARNING,
                 workers,
-                f"{workers} workers continue, fewer than the {need.least_workers} that the job's memory asks for, "
+                f"the job continues with {count(workers)}, fewer than the {need.least_workers} that its memory needs, "
                 f"until the allocator has decided again: {need.shortage(workers)}",
                 generation=self.issued,
             )

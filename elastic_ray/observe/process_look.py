@@ -40,7 +40,8 @@ def inspect_process(worker: WorkerInfo, what: str) -> str:
         ray.cancel(call, force=True)
         raise LookRefusedError(f"node {node[:8]} has not answered within {_LOOK_S:g} s; ask again") from None
     except RayError as error:
-        first = str(getattr(error, "cause", None) or error).strip().splitlines()[0]
+        cause = getattr(error, "cause", None) or error
+        first = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise LookRefusedError(f"node {node[:8]} did not answer: {first}") from None
     if refused:
         raise LookRefusedError(f"process {worker.pid} on node {node[:8]}: {refused}")

@@ -1,15 +1,13 @@
-"""Detached copies of a wrapped model, its floating-point operations, and its GPU's peak performance (torch)."""
+"""Detached copies of a wrapped model, and the description of a model for the job (torch)."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from elastic_ray.batch.reports import ModelInfo
 from elastic_ray.sync.builders import AllReduce
@@ -72,54 +70,3 @@ def describe_model(
     if strategy is not None and strategy != AllReduce():
         lines.append(repr(strategy) if dataclasses.is_dataclass(strategy) else type(strategy).__qualname__)
     return ModelInfo(kind=type(module).__name__, details=hashlib.sha256("\n".join(lines).encode()).hexdigest())
-
-
-PEAK_FLOPS: Mapping[str, float] = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "V100": 125e12,
-    "T4": 65e12,
-}
-"""Dense peak in half precision [FLOP/s] by words of a device's name, longer ones first; from NVIDIA's data sheets."""
-
-_MOST_SHAPES = 4
-
-
-def peak_of(name: str) -> float | None:
-    """Return the dense half-precision peak [FLOP/s] of the GPU called ``name``; None for an unknown GPU."""
-    words = name.replace("-", " ").split()
-    for known, peak in PEAK_FLOPS.items():
-        if all(word in words for word in known.split()):
-            return peak
-    return None
-
-
-class ForwardFlops:
-    """Counter of a model's floating-point operations in a forward pass, for the first few input shapes.
-
-    Attributes:
-        per_sample: Number of operations per sample, for the latest shape that was counted; None before the first.
-    """
-
-    def __init__(self) -> None:
-        self.per_sample: float | None = None
-        self._shapes: set[tuple[int, ...]] = set()
-
-    def call(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run the module's forward pass and return its output; if the input shape is new, count the operations."""
-        first = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)), None)
-        shape = tuple(first.shape) if first is not None else ()
-        if not shape or shape in self._shapes or len(self._shapes) >= _MOST_SHAPES:
-            return module(*args, **kwargs)
-        self._shapes.add(shape)
-        with FlopCounterMode(display=False) as counter:
-            output = module(*args, **kwargs)
-        total = counter.get_total_flops()
-        self.per_sample = total / shape[0] if total and shape[0] else self.per_sample
-        return output

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
+from placement.text import count
 
 
 def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequence[Tensor]) -> Any:
@@ -65,7 +66,9 @@ def in_parts(
             let_go(error)
         else:  # smaller parts would give nothing else
             return _joined(outputs, [min(size, samples - at) for at in range(0, samples, size)], exact=exact)
-    raise torch.OutOfMemoryError(f"{type(module).__name__} runs out of memory with {samples} samples, and with fewer")
+    raise torch.OutOfMemoryError(
+        f"{type(module).__name__} runs out of memory with {count(samples, 'sample')}, and with fewer"
+    )
 
 
 def _called(module: torch.nn.Module, given: Any) -> Any:

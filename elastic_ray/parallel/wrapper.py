@@ -19,7 +19,8 @@ from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.parallel.buffers import BufferSync, SavedBuffers, WrittenTensors
 from elastic_ray.parallel.finite_watch import FiniteWatch
-from elastic_ray.parallel.model_copy import ForwardFlops, ModelCopy, copied, describe_model, peak_of
+from elastic_ray.parallel.flops import flops_on
+from elastic_ray.parallel.model_copy import ModelCopy, copied, describe_model
 from elastic_ray.parallel.model_parts import KeptModel, ModelParts, joined, joint_noise, schedulers_of
 from elastic_ray.parallel.nonfinite import check_choice
 from elastic_ray.parallel.out_of_memory import Untouched, give_zero_gradients, in_parts, lost_output
@@ -70,6 +71,7 @@ from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.statistics.noise import NoiseTracker
 from elastic_ray.sync.step_hooks import StepHooks
 from placement.goodput.model import NoiseScale
+from placement.text import count
 
 if TYPE_CHECKING:
     from elastic_ray.adaptation.runner import PolicyRunner
@@ -216,10 +218,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             raise
         self._patch()
         device = self._trainable.params[0].device
-        peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" and not self._sharded else None
-        self._flops = counted = None if peak is None else ForwardFlops()
-        if counted is not None and peak is not None:
-            run.registry.efforts.append(lambda: None if counted.per_sample is None else 3.0 * counted.per_sample / peak)
+        self._flops = None if self._sharded else flops_on(device)
+        run.registry.efforts.append(lambda: self._flops.take_peak_s() if self._flops is not None else None)
 
     def _join_run(self, optimizer: torch.optim.Optimizer, nonfinite: str, strategy: Any) -> KeptModel:
         """Build the model's components and connect them to the run."""
@@ -320,8 +320,8 @@ class AdaptiveDataParallel(torch.nn.Module):
                 self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
             if self._bounded_tables:
                 refuse_bounded_tables(self._bounded_tables, self._run.group.world_size)
-            if self._flops is not None and self._run.ledger.outermost is not None:
-                return self._flops.call(self.module, args, kwargs)
+            if self._flops is not None and step is not None:
+                return self._flops.call(self.module, args, kwargs, step, self._run.group.rank)
             return self.module(*args, **kwargs)
         except ValueError as error:
             if not str(error).startswith(_ONE_VALUE):
@@ -361,7 +361,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         run = self._run
         step = run.ledger.outermost
         samples = sum(map(sum, step.sizes)) if step is not None else 0
-        split = f"a step of {samples} samples on {run.group.world_size} workers" if samples else "a batch"
+        split = f"a step of {count(samples, 'sample')} on {count(run.group.world_size)}" if samples else "a batch"
         return (
             f"{torchs}: BatchNorm needs two samples at once, but {split} has left this worker one. Every worker takes "
             f"part in each step: choose a batch_size of at least twice the workers, or fewer workers; drop_last=True "

@@ -14,6 +14,7 @@ from elastic_ray.membership.roster import WorkerPhase
 from placement.cluster.cluster import GPU_TYPE_LABEL
 from placement.cluster.jobs import Progress
 from placement.goodput.remaining import remaining
+from placement.text import count
 
 _WITHOUT_WORKERS = (EventKind.RESTART, EventKind.PREEMPTED, EventKind.PAUSED, EventKind.FINISHED)
 _FEW_RATES = 3
@@ -225,7 +226,7 @@ def waits_for(
         return ("a node of the autoscaler with " if needs_node else "") + _slots(spec)
     reserving = sum(each is WorkerPhase.RESERVING for each in workers)
     if reserving:
-        return f"placement group of {reserving} of {max(len(workers), target_workers)} workers"
+        return f"placement group of {reserving} of {count(max(len(workers), target_workers))}"
     return "start of processes"
 
 
@@ -233,5 +234,4 @@ def _slots(spec: JobSpec) -> str:
     """Return a description of the slots needed, such as ``2 slots (CPU 1, GPU 1) on T4``."""
     needs = ", ".join(f"{name} {amount:g}" for name, amount in sorted(spec.bundle.items()))
     kind = spec.label_selector.get(GPU_TYPE_LABEL, "")
-    number = "1 slot" if spec.min_workers == 1 else f"{spec.min_workers} slots"
-    return f"{number} ({needs})" + (f" on {kind}" if kind else "")
+    return f"{count(spec.min_workers, 'slot')} ({needs})" + (f" on {kind}" if kind else "")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.json_numbers import build, known_fields, load
@@ -31,6 +32,7 @@ class SubmittedJob:
     named: bool = True  # whether the script, submitted again, gives the job the same name
     script: str = ""  # the script, for messages
     host: str = ""  # the driver's machine, until its reboot
+    events_before: int | None = None  # number of events in the run's directory by then; None from earlier releases
     format: int = _FORMAT
 
     def to_json(self) -> str:
@@ -48,7 +50,7 @@ class SubmittedJob:
         if not isinstance(words := known.get("command", []), list) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"a submission's command must be a list of texts, but got {words!r:.80}")
         for name, value in known.items():
-            kind = {"command": list, "submitted_s": float | int, "named": bool, "format": int}.get(name, str)
+            kind = _KINDS.get(name, str)
             if not isinstance(value, kind):
                 raise ValueError(f"a submission's {name} cannot be {value!r:.80}")
         return build(cls, known, "a submission", command=tuple(words))
@@ -61,9 +63,11 @@ class SubmittedJob:
 
     def why_not(self, events: Iterable[JobEvent]) -> str | None:
         """Return why the job cannot be resubmitted, based on its events; "" if it can, None if the job has ended."""
-        last = None
-        for event in events:
-            if event.time_s >= self.submitted_s and event.kind in _ENDS:
+        last, before = None, self.events_before
+        for number, event in enumerate(events):
+            # Events have the time of the controller's machine, whose clock may differ from the driver's.
+            since = event.time_s >= self.submitted_s if before is None else number >= before
+            if since and event.kind in _ENDS:
                 last = event.kind
         if last is EventKind.FINISHED:
             return None
@@ -85,4 +89,11 @@ class SubmittedJob:
         return f"run {script} with RunConfig(name={self.job!r}) and the same storage_path"
 
 
+_KINDS: Mapping[str, Any] = {
+    "command": list,
+    "submitted_s": float | int,
+    "named": bool,
+    "format": int,
+    "events_before": int | None,
+}
 _ENDS = (EventKind.PAUSED, EventKind.RESUMED, EventKind.STARTED, EventKind.FINISHED)

@@ -16,7 +16,7 @@ from typing import Any
 
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.state.progress import BITS, FORMAT, Link, checksum, hash_of_all
-from placement.text import printable
+from placement.text import count, printable
 
 _ADDED = ("before", "link", "job", "seal")  # to a proof's facts
 _KINDS = (EventKind.STARTED, EventKind.RESIZE, EventKind.FAILURE, EventKind.RECOVERED, EventKind.PASS)
@@ -202,7 +202,7 @@ def _epoch(proof: _Proof) -> Finding:
     """Return the finding for an ended epoch."""
     facts = proof.facts
     rest, total = facts["rest"], facts["of"]
-    used, left = f"{proof.says}: {facts['samples']} of {total} samples", total - facts["samples"]
+    used, left = f"{proof.says}: {facts['samples']} of {count(total, 'sample')}", total - facts["samples"]
     if rest is None:
         text = f"{used}, by a sampler that may draw one twice: counted only"
         return Finding(line=proof.line, what="epoch", proven=None, text=text)

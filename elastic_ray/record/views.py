@@ -33,6 +33,7 @@ from elastic_ray.worker.setup import ProcessInfo
 from placement.cluster.jobs import JobView, Progress
 from placement.cluster.node_record import NodeFailure
 from placement.goodput.forecast import HOLDS_S, BatchForecast
+from placement.text import count
 
 _NO_GPU = None, None
 
@@ -177,6 +178,9 @@ def job_status(
     report, ended, waiting = planner.latest, record.phase.ended, record.phase is JobPhase.WAITING
     spent = time_spent(record.events, submitted_s, now_s, started_for_s)
     first_step_s = report.first_step_s if report is not None else None
+    # A job that does not train has no speed, and one of another size not the speed that was measured before.
+    trains = record.phase is JobPhase.RUNNING
+    throughput, mfu = planner.speed(machine.world_size if trains else None) if trains or ended else (0.0, None)
     gpus = [record.gpu_memory[each.worker] for each in machine.members() if each.worker in record.gpu_memory]
     status = JobStatus(
         job=spec.job,
@@ -188,9 +192,9 @@ def job_status(
         epochs=report.epochs if report else None,
         step=report.total_steps if report else 0,
         batch_size=report.batch_size if report else 0,
-        throughput=planner.throughput,
-        tokens_per_s=_in_tokens(planner, planner.throughput),
-        goodput=planner.goodput(),
+        throughput=throughput,
+        tokens_per_s=_in_tokens(planner, throughput),
+        goodput=planner.goodput() if trains or ended else None,
         efficiency=planner.efficiency,
         metrics=record.metrics,
         message=record.message,
@@ -204,8 +208,8 @@ def job_status(
         gpu_memory_used_bytes=max((used for used, _ in gpus), default=None),
         gpu_memory_reserved_bytes=max((reserved for _, reserved in gpus), default=None),
         memory_bound=report.memory_bound if report is not None else None,
-        backend=report.backend if report is not None else "",
-        mfu=report.mfu if report is not None else None,
+        backend=report.backend if report is not None and (trains or ended) else "",
+        mfu=mfu,
         reports=record.reports.last,
         checkpoint=record.newest_checkpoint,
         trial=spec.trial_facts,
@@ -274,17 +278,12 @@ def _remarks(record: JobRecord, planner: BatchPlanner, report: StepReport | None
 
 def wish_note(planner: BatchPlanner) -> str:
     """Return a note on the number of workers that adaptation policies request; empty if they request none."""
-    match planner.wish:
-        case (None, None):
-            return ""
-        case (None, most):
-            return f"its policy asks for {most} workers at most"
-        case (least, None):
-            return f"its policy asks for {least} workers or more"
-        case (least, most) if least == most:
-            return f"its policy asks for {least} workers"
-        case (least, most):
-            return f"its policy asks for {least} to {most} workers"
+    least, most = planner.wish
+    if least is None:
+        return "" if most is None else f"its policy asks for {count(most)} at most"
+    if most is None:
+        return f"its policy asks for {count(least)} or more"
+    return f"its policy asks for {count(least) if least == most else f'{least} to {count(most)}'}"
 
 
 def members(

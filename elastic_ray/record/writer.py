@@ -16,6 +16,7 @@ from elastic_ray.job_spec import JobSpec
 from elastic_ray.record.record import JobRecord
 from elastic_ray.record.report_queue import MOST, Backlog
 from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutError
+from placement.text import count
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -94,7 +95,9 @@ class RecordWriter:
             if writer.due(now_s):
                 writer.start(self._background, self._calls, pause_s=pause_s)
             if writer.idle and not writer.problem and (dropped := writer.backlog.pop_dropped()):
-                self._tell(f"{dropped} lines were too many to keep while storage was away: {writer.what} left them out")
+                self._tell(
+                    f"{count(dropped, 'line')} too many to keep while storage was away: {writer.what} left them out"
+                )
         # Trials have no submission of their own, and there may be hundreds.
         if (
             self._spec.trial is None

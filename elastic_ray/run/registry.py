@@ -162,7 +162,7 @@ class Registry:
         self.buffers: list[BufferSync] = []  # of each model, made alike in every new group and at the end of a pass
         self.gradients: list[Participant] = []
         self.drifting: set[int] = set()  # models that are averaged, by their numbers
-        # each returns a model's time per sample at its GPU's peak [s], or None while that is unknown
+        # each returns the time per sample of a model's latest passes at its GPU's peak [s], or None if that is unknown
         self.efforts: list[Callable[[], float | None]] = []
         self.saving = SaveAgreement()  # what the ranks agree on of checkpoints that all of them write
         self.least_share = 1
@@ -191,9 +191,8 @@ class Registry:
         for buffers in self.buffers:
             buffers(communicator)
 
-    @property
-    def peak_s(self) -> float | None:
-        """Time that all models together would need per sample at the GPU's peak performance [s]; None if unknown."""
+    def take_peak_s(self) -> float | None:
+        """Return the models' latest time per sample at their GPU's peak [s], summed; None if unknown."""
         found = [effort() for effort in self.efforts]
         return sum(each for each in found if each) if found and None not in found else None
 

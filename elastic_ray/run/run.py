@@ -35,6 +35,7 @@ from elastic_ray.steps.step import StepClock
 from elastic_ray.stragglers.detection import StragglerConfig
 from elastic_ray.stragglers.gpu_types import TypeShares
 from elastic_ray.stragglers.watch import StragglerWatch
+from placement.text import count
 
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import Communicator
@@ -218,7 +219,7 @@ class Run:
             return False
         # The others are, or will be, in collectives that this rank cannot take part in: the group is formed anew.
         self.progress.bound_memory(most)
-        cause = f"{RAN_OUT} with {most} samples at once; the local bound is now {self.progress.memory_bound}"
+        cause = f"{RAN_OUT} with {count(most, 'sample')} at once; the local bound is now {self.progress.memory_bound}"
         self.ledger.fail(cause)
         self.controller.notify(EventKind.OUT_OF_MEMORY.value, cause, {"memory_bound": self.progress.memory_bound})
         return True
@@ -237,8 +238,8 @@ class Run:
         self.registry.call(HookPoint.SHAPE_CHANGED)
         self.notify(
             EventKind.OUT_OF_MEMORY.value,
-            f"a worker ran out of memory with {failed} samples at once, and its step is drawn again; the local bound "
-            f"is now {progress.memory_bound}: {way}",
+            f"a worker ran out of memory with {count(failed, 'sample')} at once, and its step is drawn again; the "
+            f"local bound is now {progress.memory_bound}: {way}",
             {"failed": failed, "memory_bound": progress.memory_bound},
         )
 

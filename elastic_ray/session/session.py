@@ -321,7 +321,7 @@ class Session:
         shape, steps, step_time, grad_time = run.clock.take()
         if run.clock.generation != spec.generation:  # a leaver's last steps, and those before a switch under way
             shape, steps, step_time, grad_time = None, 0, 0.0, 0.0
-        progress, peak_s, first = run.states.progress, run.registry.peak_s, run.registry.models.first
+        progress, peak_s, first = run.states.progress, run.registry.take_peak_s(), run.registry.models.first
         tokens = run.registry.loaders.info.tokens if run.registry.loaders.info is not None else None
         return StepReport(
             generation=spec.generation,

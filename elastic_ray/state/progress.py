@@ -14,6 +14,7 @@ from elastic_ray.batch.tokens import MOVED
 from elastic_ray.json_numbers import dump
 from elastic_ray.state.resume_point import ResumePoint
 from placement.cluster.jobs import Progress
+from placement.text import count
 
 _LINK_BYTES = 6  # exact in a float64, as JavaScript reads it
 _CHUNK = 1 << 20
@@ -291,8 +292,12 @@ class RunProgress:
     @property
     def place(self) -> str:
         """Epoch, steps and passes as text, which is identical for ranks at the same position."""
-        positions = ", ".join(f"{each.position} samples{' and done' if each.done else ''}" for each in self.passes)
-        return f"epoch {self.epoch} after {self.steps} steps" + (f" (passes: {positions})" if positions else "")
+        positions = ", ".join(
+            f"{count(each.position, 'sample')}{' and done' if each.done else ''}" for each in self.passes
+        )
+        return f"epoch {self.epoch} after {count(self.steps, 'step')}" + (
+            f" (passes: {positions})" if positions else ""
+        )
 
     @classmethod
     def from_resume_point(cls, point: ResumePoint) -> RunProgress:

@@ -11,7 +11,7 @@ from placement.cluster.packing import FreeResources
 from placement.planning.problem import Plan
 from placement.planning.spans import find_places, spans_nodes
 from placement.reasons import Reason
-from placement.text import describe, printable, short_ids
+from placement.text import count, describe, printable, short_ids
 
 EXTRA = "one-more-worker"
 """Id of the node that is imagined."""
@@ -35,7 +35,7 @@ class Explanation:
     def __str__(self) -> str:
         workers = sum(self.nodes.values())
         places = ", ".join(f"{count} on {node}" for node, count in sorted(self.nodes.items())) or "none"
-        lines = [f"job {self.job} has {workers} workers ({places}): {self.reason}"]
+        lines = [f"job {self.job} has {count(workers)} ({places}): {self.reason}"]
         lines += [self.figures] if self.figures else []
         if self.speed_with_one_more is None:
             lines.append("one more worker: it is at its largest useful size")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from placement.allocator.slot_use import SlotUse, slot_uses
 from placement.allocator.snapshot import CoreSnapshot, JobState, Trigger
 from placement.autoscaling.autoscaler import ScalingDecision
-from placement.cluster.cluster import SPOT, Node, Resources, by_node
+from placement.cluster.cluster import SPOT, Node
 from placement.cluster.node_types import NodeType
 from placement.instruments import Guarded, Sample, WriteSamples, counter, gauge, histogram, label_value
 
@@ -37,7 +39,7 @@ NODES_AVOIDED = gauge(
 )
 INSTRUMENTS = (SLOTS, JOBS, DECISION_SECONDS, DECISIONS, NODES_WANTED, NODES_MISSING, SLOT_PRICE, NODES_AVOIDED)
 
-_SLOT_STATES = ("used", "starting", "idle", "draining", "other")
+_SLOT_STATES = tuple(field.name for field in dataclasses.fields(SlotUse))
 _PHASES = ("waiting", "starting", "running", "paused")
 _NO_TYPE = "none"
 _NO_PRICES: Mapping[str, float] = {}
@@ -75,42 +77,14 @@ def _phase(job: JobState) -> str:
 
 
 def _slot_samples(nodes: Sequence[Node], jobs: Iterable[JobState]) -> list[Sample]:
-    """Return slots by GPU type and state; a type's states add up to all its slots.
-
-    ``starting`` slots have been granted to jobs that do not hold them yet, ``draining`` ones are unused on nodes that
-    will go away, and ``other`` ones are held by users other than elastic jobs.
-    """
-    held, granted = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
-    by_id = {node.node_id: node for node in nodes}
-    for job in jobs:
-        holds, gets = by_node(job.view.allocation), by_node(job.target)
-        for name in {*holds, *gets}:
-            if name not in by_id:
-                continue
-            has, each = holds.get(name, 0.0), _amount(job.view.bundle, by_id[name].total)
-            held[name] += each * has
-            granted[name] += each * max(gets.get(name, 0.0) - has, 0.0)
+    """Return slots by GPU type and state; a type's states add up to all its slots."""
     counts = collections.defaultdict[tuple[str, str], float](float)
+    uses = slot_uses(nodes, jobs)
     for node in nodes:
-        kind = label_value(node.gpu_type or _NO_TYPE)
-        total, ours = (_amount(amounts, node.total) for amounts in (node.total, node.free))
-        used = min(held[node.node_id], total)
-        starting = min(granted[node.node_id], total - used)
-        free = max(min(ours, total) - used - starting, 0.0)
-        for state, amount in (
-            ("used", used),
-            ("starting", starting),
-            ("draining" if node.draining else "idle", free),
-            ("other", total - used - starting - free),
-        ):
-            counts[kind, state] += amount
+        for state in _SLOT_STATES:
+            counts[label_value(node.gpu_type or _NO_TYPE), state] += getattr(uses[node.node_id], state)
     kinds = sorted({kind for kind, _ in counts})
     return [s for kind in kinds for state in _SLOT_STATES for s in SLOTS.sample(counts[kind, state], state, kind)]
-
-
-def _amount(amounts: Resources, total: Resources) -> float:
-    """Return the number of GPUs in these amounts, or of CPUs if the node has no GPU at all."""
-    return amounts.get("GPU" if total.get("GPU") else "CPU", 0.0)
 
 
 class AllocatorMetrics:

@@ -20,7 +20,7 @@ from placement.goodput.remaining import remaining
 from placement.planning.constraints import Constraints
 from placement.planning.tenants import Tenant
 from placement.reasons import Reason
-from placement.text import printable
+from placement.text import count, printable
 
 
 class Trigger(str, enum.Enum):
@@ -64,7 +64,7 @@ class DecisionRecord:
     def __str__(self) -> str:
         if not self.job:
             return printable(f"decision {self.trigger}: {self.reason.explained}")
-        change = f"{self.from_workers}->{self.to_workers} workers"
+        change = f"{self.from_workers}->{count(self.to_workers)}"
         return printable(f"job {self.job}: {change} ({self.trigger}; {self.reason})")
 
 

@@ -28,7 +28,7 @@ from placement.planning.plan import NO_CONSTRAINTS, make_plan
 from placement.planning.wishes import without_wish
 from placement.policies.shared.base import Policy
 from placement.reasons import Cause, Reason
-from placement.text import clipped
+from placement.text import clipped, count
 
 _MOST_HOURS = 1.0
 _ACCOUNT_H = 24.0  # spending is averaged over so many hours, fading
@@ -352,7 +352,7 @@ class Autoscaler:
             changes = name in add or len(there[name]) != stay[name]
             said = _why(fleet.users[name], wants).because(closed) if changes else closed
             if said is not None:
-                reasons[name] = said.with_figures(f"{len(there[name])} -> {nodes[name]} nodes")
+                reasons[name] = said.with_figures(f"{len(there[name])} -> {count(nodes[name], 'node')}")
         notes = {job: (want.note,) for job, want in wants.items() if want.note is not None}
         for job, short in fleet.short.items():
             notes[job] = (*notes.get(job, ()), Reason(Cause.NO_NODE, (short, wants[job].workers)))

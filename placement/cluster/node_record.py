@@ -10,6 +10,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from placement.text import count
+
 if TYPE_CHECKING:
     from placement.cluster.jobs import JobView
 
@@ -62,7 +64,7 @@ class NodeHistory:
     def short(self) -> str:
         """Summary text without the parts that change every second."""
         whom = "all jobs" if self.by_all else ", ".join(self.avoided_by)
-        workers = "1 worker" if self.failures == 1 else f"{self.failures} workers"
+        workers = count(self.failures)
         avoided = f", avoided by {whom} for {math.ceil(self.rests_s / 60)} min" if whom else ""
         return f"{workers} of {', '.join(self.jobs)} failed{avoided}; the last: {self.cause}"
 
@@ -158,7 +160,7 @@ class NodeRecord:
                         broken.setdefault(key, set()).add(node)
             if _rests_until(noted, of_jobs=True) > now_s:
                 trained = [each for each in noted if not each.starting]
-                by_all[node] = _reason(node, trained, f"workers of {len({each.job for each in trained})} jobs")
+                by_all[node] = _reason(node, trained, f"workers of {count(len({each.job for each in trained}), 'job')}")
         return AvoidedNodes(by_job=by_job, by_all=by_all, broken=broken)
 
     def rows(self, now_s: float) -> tuple[NodeHistory, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.checks import check_whole, plain_numbers
+from placement.text import count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class AllowedSizes:
         if self.sizes and self.sizes[-1] < self.fitting:
             raise ValueError(
                 f"sizes and memory exclude each other: {self.memory.shortage(self.sizes[-1])}; the smallest group that "
-                f"fits has {self.fitting} workers"
+                f"fits has {count(self.fitting)}"
             )
 
     @property

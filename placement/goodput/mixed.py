@@ -11,6 +11,7 @@ from placement.checks import check_number
 from placement.goodput.fitting import Observation
 from placement.goodput.model import NoiseScale
 from placement.goodput.step_time import LARGEST, Floats, ThroughputModel, power_sum
+from placement.text import count
 
 _ROUNDS = 60  # of bisection: more than a double has bits
 _TRIED = 48  # batch sizes, in geometric steps
@@ -72,7 +73,7 @@ class MixedGroup:
         if not self.parts:
             raise ValueError("parts must hold the workers of one type or more, but got none")
         if not 1 <= self.nodes <= self.workers:
-            raise ValueError(f"nodes must lie between 1 and the {self.workers} workers, but got {self.nodes}")
+            raise ValueError(f"nodes must lie between 1 and the {count(self.workers)}, but got {self.nodes}")
 
     @property
     def workers(self) -> int:

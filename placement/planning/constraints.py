@@ -25,7 +25,8 @@ from placement.planning.multi_node import check_apart, shared
 from placement.planning.problem import Plan, Problem, Solver, by_precedence, by_priority, secured
 from placement.planning.spot import with_minimums_on_demand
 from placement.planning.tenants import Tenant, by_tenant, check_tenants
-from placement.reasons import Cause, Reason, count
+from placement.reasons import Cause, Reason
+from placement.text import count
 
 
 def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float) -> int | str:
@@ -45,7 +46,7 @@ def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float
     takes_s[view.workers :] += view.resize_cost_s
     enough = np.flatnonzero(takes_s[view.min_workers - 1 :] <= left_s)
     if not len(enough):
-        return f"cannot be met, not with {max(len(takes_s), view.min_workers)} workers either"
+        return f"cannot be met, not with {count(max(len(takes_s), view.min_workers))} either"
     workers = view.min_workers + int(enough[0])
     return view.sizes.at_least(workers) or workers
 

@@ -19,7 +19,7 @@ from placement.planning.tenants import left_over
 from placement.planning.wishes import grant, without_wish
 from placement.policies.shared.base import Policy, Target, as_targets
 from placement.reasons import Cause, Reason
-from placement.text import describe
+from placement.text import count, describe
 
 _ROUNDS = 4  # counts that do not fit onto nodes are decided again with what did fit as a limit
 
@@ -179,7 +179,7 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
             fits[kind] = int(room.slots(view).sum())
         if workers > fits[kind]:
             fit = f"{fits[kind]} x {describe(view.bundle)} fit onto all nodes"
-            raise AllocationError("capacity", f"job {job!r} was given {workers} workers, but {fit}")
+            raise AllocationError("capacity", f"job {job!r} was given {count(workers)}, but {fit}")
         for name, need in view.bundle.items():
             used[name] = used.get(name, 0.0) + workers * need
     for name, amount in sorted(used.items()):
@@ -206,7 +206,7 @@ def _check_nodes(view: JobView, target: Target, nodes: Mapping[str, Node]) -> No
         return
     if sum(target.nodes.values()) != target.workers:
         raise AllocationError(
-            "nodes", f"job {view.job!r} was given {target.workers} workers, but placed as {dict(target.nodes)}"
+            "nodes", f"job {view.job!r} was given {count(target.workers)}, but placed as {dict(target.nodes)}"
         )
     if view.selector:
         for node_id in target.nodes:

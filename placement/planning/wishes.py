@@ -15,7 +15,8 @@ from placement.cluster.jobs import JobView
 from placement.cluster.packing import FreeResources
 from placement.planning.problem import Plan, Problem
 from placement.planning.tenants import Tenant
-from placement.reasons import Cause, Reason, count
+from placement.reasons import Cause, Reason
+from placement.text import count
 
 
 def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:

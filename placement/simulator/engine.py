@@ -33,6 +33,7 @@ from placement.simulator.workloads.traces import Lengths, TraceJob, in_order, re
 from placement.simulator.world.job import SimulatedJob
 from placement.simulator.world.rules import Rules, make_rules
 from placement.simulator.world.state import World
+from placement.text import count
 
 _LOG_LENGTH = 10_000_000
 # What is done about slow nodes and shared links is left to the policies, which are compared by it.
@@ -338,7 +339,9 @@ def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_p
     while present or arriving:
         now_s = heapq.heappop(rounds)
         if now_s > _LONGEST_S:
-            raise RuntimeError(f"{len(present)} jobs never end, the first is {present[0].name!r}; is it ever served?")
+            raise RuntimeError(
+                f"{count(len(present), 'job')} without an end, the first is {present[0].name!r}; is it ever served?"
+            )
         while arriving and arriving[0].trace.time_s <= now_s:
             present.append(arriving.popleft())
             present[-1].arrive(now_s - round_s)

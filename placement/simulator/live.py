@@ -20,6 +20,7 @@ from placement.simulator.nodes.provider import Machine, Provider
 from placement.simulator.world.job import SimulatedJob
 from placement.simulator.world.rules import Pace
 from placement.simulator.world.state import World
+from placement.text import count
 
 _SCRIPT_S = 30 * 86400.0
 
@@ -64,7 +65,9 @@ class LiveDriver:
         while self._done < len(jobs):
             now_s, _, act = heapq.heappop(self._heap)
             if now_s > self._longest_s:
-                raise RuntimeError(f"{len(self._present)} jobs never end, one is {next(iter(self._present))!r}")
+                raise RuntimeError(
+                    f"{count(len(self._present), 'job')} without an end, one is {next(iter(self._present))!r}"
+                )
             act(now_s)
             self._schedule_touched(now_s)
             if on_progress is not None and now_s >= 3600.0 * hour:

@@ -102,7 +102,7 @@ def test_a_branch_at_another_batch_ends_with_the_reason() -> None:
     policy = BranchBatch(128, 10_000)
     for samples in range(5):
         policy.before_step(PolicyView(samples=samples, batch_size=32))
-    with pytest.raises(ValueError, match="at batch 128 trains at 32 on 1 workers: raise local_bsz_bounds"):
+    with pytest.raises(ValueError, match="at batch 128 trains at 32 on 1 worker: raise local_bsz_bounds"):
         policy.before_step(PolicyView(samples=9, batch_size=32))
 
 

@@ -6,8 +6,14 @@ import pytest
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import fit_snapshot
+from elastic_ray.events import JobPhase
+from elastic_ray.membership.machine import JobMembership
+from elastic_ray.record.record import JobRecord
+from elastic_ray.record.views import job_status
 from placement.goodput.model import NoiseScale
 from tests.job.planners import LIMITS, plan, planner_on, report
+from tests.job.specs import spec
+from tests.membership.driver import CONFIG
 
 SHAPE, OTHER = BatchChoice(atomic_bsz=32), BatchChoice(atomic_bsz=64)
 
@@ -52,6 +58,32 @@ def test_throughput_is_remembered_as_long_as_steps_are_alike() -> None:
     assert list(planner.rates) == [256.0, 0.0]
     planner.observe(report(4, OTHER, generation=2, total_steps=90))
     assert len(planner.rates) == 1
+
+
+def test_speed_is_of_the_present_number_of_workers() -> None:
+    planner, _ = planner_on()
+    assert planner.speed() == (0.0, None)
+    planner.observe(report(2, SHAPE, step_time=0.5, mfu=0.4))
+    planner.observe(report(2, SHAPE, total_steps=21, steps=0, step_time=0.0))
+    assert planner.speed(2) == planner.speed() == (128.0, 0.4), "a report without steps says nothing of speed"
+    assert planner.speed(4) == (0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("phase", "speed"),
+    [
+        (JobPhase.PAUSED, (0.0, None, "")),
+        (JobPhase.WAITING, (0.0, None, "")),
+        (JobPhase.FINISHED, (128.0, 0.4, "nccl")),
+    ],
+)
+def test_jobs_that_do_not_train_show_no_speed(phase: JobPhase, speed: tuple[float, float | None, str]) -> None:
+    planner, _ = planner_on()
+    planner.observe(report(2, SHAPE, step_time=0.5, mfu=0.4, backend="nccl"))
+    record = JobRecord(spec())
+    record.phase = phase
+    status = job_status(spec(), planner, record, JobMembership(CONFIG), 0.0, 10.0, 0.0)
+    assert (status.throughput, status.mfu, status.backend) == speed
 
 
 def test_efficiency_and_goodput_are_of_the_present_batch() -> None:

@@ -60,9 +60,9 @@ def test_a_file_says_what_the_options_would(folder: Path) -> None:
         ("{script: train.py, runtime_env: {env_var: {A: b}}}", "no field 'env_var'; did you mean 'env_vars'?"),
         ("{script: train.py, runtime_env: {working_dir: .}}", "working_dir is an option of its own"),
         (10**4 * "[", "nested too deeply"),
-        ("{script: train.py, name: 2024-02-30}", "cannot be read: '2024-02-30' is no value of its type"),
-        ("{script: train.py, gpus: !!bool x}", "cannot be read: 'x' is no value of its type"),
-        ("{script: train.py, workers: " + 5000 * "9" + "}", "is no value of its type"),
+        ("{script: train.py, name: 2024-02-30}", "cannot be read: the value of name, '2024-02-30', is not valid"),
+        ("{script: train.py, gpus: !!bool x}", "cannot be read: the value of gpus, 'x', is not valid"),
+        ("{script: train.py, workers: " + 5000 * "9" + "}", "cannot be read: the value of workers, '999"),
         ("script: train.py\nworkers: 1\nworkers: 4", "key 'workers' occurs twice"),
     ],
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_ray.cli import machine_checks as checks
+from elastic_ray.cli.doctor import check_alike
 
 
 def test_every_check_of_this_machine_says_something() -> None:
@@ -29,6 +32,14 @@ def test_a_version_below_what_is_asked_for_is_named(monkeypatch: pytest.MonkeyPa
     assert checks.check_versions().state == "ok"
 
 
+def test_nodes_with_other_versions_are_named() -> None:
+    same = dict.fromkeys(["a", "b", "c", "d"], "Python 3.11.2, torch 2.13.0")
+    assert check_alike(same).state == check_alike({}).state == "ok"
+    found = check_alike({**same, "e": "Python 3.11.2, torch 2.14.1"})
+    assert found.state == "warn" and "torch is 2.13.0 on a, b, c and 1 more and 2.14.1 on e" in found.detail
+    assert "Python" not in found.detail
+
+
 def test_storage_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert checks.check_storage(str(tmp_path), nodes=1).state == "ok"
     shared = checks.check_storage(str(tmp_path), nodes=2)
@@ -39,6 +50,8 @@ def test_storage_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert wrong.state == "fail" and "cannot be written" in wrong.detail
     unknown = checks.check_storage("nowhere://bucket", nodes=1)
     assert unknown.state == "fail" and "nowhere://bucket" in unknown.detail
+    unset = checks.check_storage("", nodes=1)
+    assert unset.state == "fail" and "must name a directory or a bucket" in unset.detail
 
 
 def test_a_check_that_breaks_is_a_finding_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +64,69 @@ def test_a_check_that_breaks_is_a_finding_others_continue(monkeypatch: pytest.Mo
     assert found["shared memory"].state != "fail"
 
 
+def test_a_gpu_that_is_full_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(checks, "check_links", full)
+    (found,) = (check for check in checks.machine_checks() if check.name == "GPU links")
+    assert found.state == "warn" and "no memory left" in found.detail
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, folder: Path, *, gpus: int, smi: str = "", cuda: str | None) -> None:
+    """Set up a machine of so many device files, an nvidia-smi of this shell code, and a torch for this CUDA."""
+    (folder / "nvidiactl").touch()
+    for number in range(gpus):
+        (folder / f"nvidia{number}").touch()
+    if smi:
+        (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
+        (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setattr(checks, "_DEVICES", folder)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: warnings.warn("driver too old", stacklevel=1))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "smi", "cuda", "state", "says"),
+    [
+        (0, "", "13.0", "ok", "none here"),
+        (0, "echo NVIDIA-SMI has failed; exit 9", "13.0", "warn", "NVIDIA-SMI has failed"),
+        (0, "echo GPU 0: H100", "13.0", "fail", "1 NVIDIA GPU here, but torch"),
+        (2, "", None, "fail", "2 NVIDIA GPUs here, but torch"),
+        (2, "", "13.0", "fail", "driver too old"),
+    ],
+)
+def test_gpus_that_torch_does_not_see(
+    gpus: int, smi: str, cuda: str | None, state: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, tmp_path, gpus=gpus, smi=smi, cuda=cuda)
+    found = checks.check_gpu()
+    assert found.state == state and says in found.detail
+    if state == "fail" and cuda:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        hidden = checks.check_gpu()
+        assert hidden.state == "warn" and "CUDA_VISIBLE_DEVICES='' hides them" in hidden.detail
+
+
+@pytest.mark.parametrize(
+    ("kernels", "capability", "run"),
+    [
+        ("sm_80 sm_86 sm_90", (8, 0), True),
+        ("sm_80 sm_86 sm_90", (8, 9), True),
+        ("sm_86", (8, 0), False),
+        ("sm_80 sm_90", (12, 0), False),
+        ("sm_80 sm_90 compute_90", (12, 0), True),
+        ("sm_90a", (9, 0), True),
+        ("sm_100a compute_100a", (12, 0), False),
+        ("sm_100 sm_120", (10, 3), True),
+    ],
+)
+def test_kernels_fit_gpus_as_cuda_says(kernels: str, capability: tuple[int, int], run: bool) -> None:
+    assert checks.has_kernels(kernels.split(), *capability) is run
+
+
 def test_known_traps_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*checks.TRAPS, "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
@@ -60,6 +136,8 @@ def test_known_traps_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nowhere")
     found = checks.check_traps()
     assert found.state == "warn" and "NCCL_SHM_DISABLE=1" in found.detail and "no such interface" in found.detail
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "0")
+    assert "PYTORCH_NO_CUDA_MEMORY_CACHING=0" in checks.check_traps().detail, "torch does not look at its value"
 
 
 @pytest.mark.parametrize(

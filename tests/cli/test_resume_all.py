@@ -62,6 +62,13 @@ def test_what_ran_is_told_from_what_did_not(happened: tuple[EventKind, ...], fir
     assert found == why if not why else found is not None and found.startswith(why)
 
 
+@pytest.mark.parametrize(("before", "why"), [(0, None), (1, None), (2, ""), (None, "")])
+def test_ends_are_told_without_comparing_clocks(before: int | None, why: str | None) -> None:
+    job = dataclasses.replace(JOB, submitted_s=1000.0, events_before=before)
+    assert job.why_not(events(STARTED, FINISHED)) == why, "the driver's clock is ahead of the controller's"
+    assert SubmittedJob.from_json(job.to_json()) == job
+
+
 def test_jobs_of_unknown_code_are_named_with_ways_out() -> None:
     by_hand = dataclasses.replace(JOB, command=(), submission="").why_not(())
     assert by_hand is not None and "run /home/u/train.py with RunConfig(name='digits')" in by_hand

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import elastic_ray as er
+from elastic_ray.cli import cluster
 from elastic_ray.observe.page.source import ActionRefusedError
 from elastic_ray.observe.page.sources.live import LiveCluster
 from tests.cli.commands import run
@@ -20,6 +21,19 @@ from tests.job.controllers import kill_controller
 from tests.job.jobs import start, wait_until
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
+
+
+def process_id() -> int:
+    """Of the process that looks."""
+    return os.getpid()
+
+
+def test_a_look_at_nodes_leaves_no_process(ray_cluster: Any) -> None:
+    (pid,) = cluster.on_every_node(process_id, [ray_cluster.head_id]).values()
+    deadline = time.monotonic() + 30.0
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, "it would keep the memory that CUDA takes"
+        time.sleep(0.1)
 
 
 def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_path: Path) -> None:

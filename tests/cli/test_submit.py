@@ -143,7 +143,7 @@ def test_a_submitted_run_is_replayed(cluster: Any, tmp_path: Path) -> None:
     found = json.loads(run(cluster, "verify", str(runs / "named"), "--replay", str(last), "--json").stdout)
     (replayed,) = [each for each in found if each["what"] == "replay"]
     assert replayed["proven"] and f"to {last}, trained again, gave the same model" in replayed["text"]
-    assert replayed["text"].endswith("(1 workers)")
+    assert replayed["text"].endswith("(1 worker)")
     assert (runs / "named" / "events.jsonl").read_text() == events, "the run itself is not touched"
     assert not list(runs.glob("named-*"))
     none = run(cluster, "verify", str(runs / "named"), "--replay", str(last + 1), code=1)

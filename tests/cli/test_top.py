@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import pty
@@ -125,6 +126,17 @@ def test_status_says_what_is_left_and_where_time_went() -> None:
         "last pause 0.18 s: vote 0.01, group 0.05, state 0.12; first step after it 0.30 s",
     )
     assert until_end(JobRow(job="a", phase="running", eta_s=60.0)) == "1m00s"
+
+
+def test_status_shows_gpus_in_the_unit_of_the_batch() -> None:
+    gib = 1 << 30
+    row = JobRow(job="a", phase="running", workers=2, throughput=64.0, backend="nccl", mfu=0.38, memory_bound=16)
+    row = dataclasses.replace(row, gpu_memory_used_bytes=3 * gib, gpu_memory_reserved_bytes=4 * gib)
+    assert outlook_lines(row) == (
+        "GPUs: 3.0 GiB used, 4.0 reserved; nccl; 32 samples/s each; MFU 38%; 16 samples at once at most",
+    )
+    (line,) = outlook_lines(dataclasses.replace(row, tokens_per_s=4096.0))
+    assert "; 2048 tokens/s each; MFU 38%" in line
 
 
 def test_a_waiting_job_says_for_what_and_until_when() -> None:

@@ -60,11 +60,11 @@ def test_at_the_least_size_others_continue_until_it_returns() -> None:
     out = driver.notify(Rerun(worker="w2"))
     assert members_of(plan_in(out)) == ["w1", "w3", "w4"], "they hold its rows, which an end would lose"
     (told,) = [note for note in only(Note, out) if note.kind is EventKind.WARNING]
-    assert told.reason.startswith("3 workers continue, fewer than the 4 that the job's memory asks for")
+    assert told.reason.startswith("the job continues with 3 workers, fewer than the 4 that its memory needs")
     driver.switched(2, "w1", "w3", "w4")
     out = driver.notify(Rerun(worker="w3"))
     (told,) = [note for note in only(Note, out) if note.kind is EventKind.WARNING]
-    assert told.reason.startswith("2 workers continue") and "needs 100 B in a group of 2 and has 50 B" in told.reason
+    assert "continues with 2 workers, " in told.reason and "needs 100 B in a group of 2 and has 50 B" in told.reason
     driver.switched(3, "w1", "w4")
     driver.ready("w2", has_state=True)
     assert members_of(plan_in(driver.ready("w3", has_state=True))) == ["w1", "w4", "w2", "w3"], "in one change"

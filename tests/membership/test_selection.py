@@ -93,7 +93,7 @@ def test_a_group_below_its_memory_goes_on_told_once() -> None:
     assert members_of(plan_in(out)) == ["w1", "w2", "w3"]
     (told,) = only(Note, out)
     assert (told.kind, told.from_workers, told.to_workers) == (EventKind.WARNING, 4, 3)
-    assert told.reason.startswith("3 workers continue, fewer than the 4 that the job's memory asks for")
+    assert told.reason.startswith("the job continues with 3 workers, fewer than the 4 that its memory needs")
     assert told.reason.endswith("a worker needs 67 B in a group of 3 and has 50 B")
     out = driver.lost("w3")
     assert [note.to_workers for note in only(Note, out) if note.kind is EventKind.WARNING] == [2]

@@ -27,6 +27,7 @@ from placement.allocator.metrics import (
     AllocatorMetrics,
     cluster_samples,
 )
+from placement.allocator.slot_use import SlotUse, slot_uses
 from placement.allocator.snapshot import CoreSnapshot, JobState, Trigger
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Cluster, Node
@@ -54,6 +55,14 @@ def values(samples: Iterable[Sample], instrument: Instrument) -> dict[tuple[str,
 def gpu_node(name: str, gpus: float, free: float, *, draining: bool = False) -> Node:
     total, labels = {"CPU": 64.0, "GPU": gpus}, {GPU_TYPE_LABEL: "T4"}
     return Node(node_id=name, total=total, free={"CPU": 64.0, "GPU": free}, draining=draining, labels=labels)
+
+
+def test_workers_that_do_not_train_yet_are_starting() -> None:
+    nodes = [gpu_node("a", 4, 4), gpu_node("b", 4, 3)]
+    jobs = [state("j", {"a": 1}, {"a": 2, "b": 2}, bundle={"GPU": 1.0})]
+    assert slot_uses(nodes, jobs)["a"] == SlotUse(used=1, starting=1, idle=2)
+    assert slot_uses(nodes, jobs, {"j": 2})["b"] == SlotUse(used=1, starting=1, idle=1, other=1)
+    assert slot_uses(nodes, jobs, {"j": 0, "other": 9})["a"] == SlotUse(starting=2, idle=2)
 
 
 def test_slots_by_state_and_type_sum_to_all() -> None:

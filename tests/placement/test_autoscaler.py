@@ -30,6 +30,7 @@ from placement.goodput.step_time import ThroughputModel
 from placement.planning.plan import make_plan
 from placement.policies import make_policy
 from placement.reasons import MOST_WORDS
+from placement.text import count
 from tests.placement.fleets import FIRM, NOW, SPOT, UNUSED, Careless, candidate, here, job
 from tests.placement.views import model, node
 
@@ -230,7 +231,7 @@ def test_the_sentences_of_sizes_and_nodes() -> None:
     assert re.fullmatch(r"least cost: \d+ workers? on firm", str(want))
     assert re.fullmatch(r"\S+ USD in \S+ h, an hour is worth 0 USD", want.figures)
     assert str(least.reasons["firm"]) == f"job a (+1): {want}"
-    assert least.reasons["firm"].figures == f"{want.figures}; 0 -> {least.add['firm']} nodes"
+    assert least.reasons["firm"].figures == f"{want.figures}; 0 -> {count(least.add['firm'], 'node')}"
     held = autoscaler([FIRM], "cost_per_progress").decide([job(held_at=3)], here(), NOW)
     assert str(held.reasons["firm"]) == "job a: held at 3 by its user"
     blind = autoscaler([FIRM], "cost_per_progress").decide([job(goodput=None, deadline_s=NOW - 1.0)], here(), NOW)

@@ -139,7 +139,7 @@ def test_parts_and_sizes_out_of_range_are_refused() -> None:
         TypePart(gpu="a", workers=0, model=FAST)
     with pytest.raises(ValueError, match="parts must hold the workers of one type or more"):
         MixedGroup(parts=(), nodes=1)
-    with pytest.raises(ValueError, match="nodes must lie between 1 and the 1 workers, but got 2"):
+    with pytest.raises(ValueError, match="nodes must lie between 1 and the 1 worker, but got 2"):
         MixedGroup(parts=(TypePart(gpu="a", workers=1, model=FAST),), nodes=2)
     with pytest.raises(ValueError, match="grad_time must be above 0 seconds"):
         MeasuredPart(gpu="a", workers=1, atomic_bsz=1, grad_time=0.0)

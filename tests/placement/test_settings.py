@@ -18,7 +18,7 @@ from placement.errors import InputError
 from placement.planning.tenants import Tenant
 from placement.policies import GoodputPolicy
 from placement.ray_cluster.cluster_scaler import demand
-from placement.unique_keys import load_yaml
+from placement.unique_keys import load_json, load_yaml
 from tests.placement.views import AT_ONCE, cluster, view
 
 ROOT = Path(__file__).parents[2]
@@ -145,3 +145,8 @@ def test_autoscaling_is_auto_unless_said_otherwise() -> None:
     with pytest.raises(ValueError, match='autoscaling must be "auto", None or Autoscaling'):
         AllocatorConfig(autoscaling="on")
     assert isinstance(Autoscaling.from_file(ROOT / "cluster.yaml"), Autoscaling)
+
+
+def test_a_whole_number_in_json_has_a_longest_length() -> None:
+    with pytest.raises(ValueError, match=r"the whole number 99999999999999999999... is too long: it has 5000 digits"):
+        load_json('{"a": ' + 5000 * "9" + "}")

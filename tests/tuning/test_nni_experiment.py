@@ -124,7 +124,7 @@ def test_stopped_experiment_ends_its_trials_and_blocks_its_name(sweep_cluster: L
         command = [sys.executable, "-m", "elastic_ray.cli", "stop", "halted"]
         environment = {**os.environ, "RAY_ADDRESS": sweep_cluster.address}
         said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170)
-        assert (said.returncode, said.stdout) == (0, "the sweep ends; 2 trials are stopped\n"), said.stderr
+        assert (said.returncode, said.stdout) == (0, "the sweep ends; 2 trials stopped\n"), said.stderr
         found.wait()
     finally:
         found.stop()

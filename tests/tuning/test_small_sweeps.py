@@ -16,11 +16,14 @@ from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 from ray.tune.search import Searcher
 
 import tuning
+from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.cli import cluster
 from elastic_ray.cli.app import cli
+from elastic_ray.record.submitted import SubmittedJob
 from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE, find_actor
 from tests.local_cluster import LocalCluster
 from tests.tuning.sweeps import fit, trainable
+from tuning.ray_tune import SignsOfLife
 from tuning.sweep import SweepRunsError
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}), pytest.mark.timeout(1000)]
@@ -267,6 +270,26 @@ def test_second_sweep_of_name_is_refused_while_first_runs(
     assert not grid.errors
     assert [len(each.metrics_dataframe) for each in grid] == [6, 6]
     assert not list(second.rglob("run_00")), "the second one has started no trial"
+
+
+@pytest.mark.slow
+def test_sweep_of_another_clusters_directory_is_refused(shared_cluster: LocalCluster, tmp_path: Path) -> None:
+    directory = RunStorage(str(tmp_path / "twins"))
+    directory.create()
+    theirs = SubmittedJob(
+        job="twins", storage=directory.path, session="another", address="10.0.0.1:6379", submitted_s=time.time()
+    )
+    directory.write_submission(theirs.to_json())
+    signs = SignsOfLife(directory, every_s=0.2)
+    try:
+        with pytest.raises(Exception, match="is in use by job 'twins' of another cluster"):
+            fit(tmp_path, {"epochs": 1, "pause_s": 0.0}, elastic=trainable(workers=1), run={"name": "twins"})
+    finally:
+        signs.stop()
+        signs.join()
+    begun_s = directory.read_alive()
+    assert not fit(tmp_path, {"epochs": 1}, elastic=trainable(workers=1), run={"name": "own"}).errors
+    assert RunStorage(str(tmp_path / "own")).read_alive() > begun_s, "others can see that it runs"
 
 
 @pytest.mark.slow

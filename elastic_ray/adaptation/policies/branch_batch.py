@@ -6,6 +6,7 @@ from elastic_ray.adaptation.policies.ready import ReadyPolicy
 from elastic_ray.adaptation.policy import Answer
 from elastic_ray.adaptation.requests import Pause, SetBatch
 from elastic_ray.adaptation.view import PolicyView
+from placement.text import count
 
 _CLOSE = 0.1  # part of a batch by which a division among workers may miss it
 _MOST_OFF = 5  # an epoch's last batch may be smaller
@@ -35,7 +36,7 @@ class BranchBatch(ReadyPolicy):
         self.off = self.off + 1 if abs(view.batch_size - self.batch_size) > _CLOSE * self.batch_size else 0
         if self.off >= _MOST_OFF:
             raise ValueError(
-                f"a branch at batch {self.batch_size} trains at {view.batch_size} on {view.workers} workers: raise "
+                f"a branch at batch {self.batch_size} trains at {view.batch_size} on {count(view.workers)}: raise "
                 "local_bsz_bounds, allow gradient_accumulation, or leave this batch out of factors"
             )
         if view.samples < self.end or self.asked:

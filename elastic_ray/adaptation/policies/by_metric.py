@@ -6,6 +6,7 @@ from elastic_ray.adaptation.policies.ready import ReadyPolicy
 from elastic_ray.adaptation.policy import Answer
 from elastic_ray.adaptation.requests import ScaleRate, Stop
 from elastic_ray.adaptation.view import PolicyView
+from placement.text import count
 
 
 class _ByMetric(ReadyPolicy):
@@ -69,7 +70,7 @@ class EarlyStop(_ByMetric):
         self.bad += 1
         if self.bad < self.patience:
             return None
-        return Stop(f"{self.metric} has not been better than {self.best:g} in the last {self.bad} reports")
+        return Stop(f"{self.metric} has not been better than {self.best:g} in the last {count(self.bad, 'report')}")
 
 
 class LossPlateau(_ByMetric):

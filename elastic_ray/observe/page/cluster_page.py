@@ -13,9 +13,10 @@ from elastic_ray.observe.page.history import History
 from elastic_ray.observe.page.job_memory import MARKS, JobMemory, noise_scale, pauses, shares_of_time
 from elastic_ray.observe.page.model import JobDetail, PageDecision, PageNode, PageSnapshot, PageSource, Strip
 from elastic_ray.observe.page.overview import strip, tenant_shares, wanted_nodes
-from elastic_ray.observe.page.rows import finite, job_row, node_row, slots_at, slots_of, slots_per_worker
+from elastic_ray.observe.page.rows import finite, job_row, node_row, slots_at, slots_of
 from elastic_ray.observe.page.source import ClusterLook, JobAnswer, JobLook
 from placement.allocator.explaining import Explanation
+from placement.allocator.slot_use import slots_in
 from placement.allocator.snapshot import AllocatorLook, DecisionRecord, Trigger
 from placement.cluster.cluster import Cluster, by_node
 from placement.cluster.jobs import JobView, goodputs
@@ -140,7 +141,7 @@ class ClusterPage:
             state = look.core.jobs.get(record.job) or memory.state
             bundle = state.view.bundle if state is not None else {}
             slots = {
-                node: max(1, round(workers * (slots_per_worker(bundle, self._totals.get(node, {})) or 1)))
+                node: max(1, round(workers * (slots_in(bundle, self._totals.get(node, {})) or 1)))
                 for node, workers in by_node(record.nodes).items()
             }
             if not self._known:
@@ -218,7 +219,7 @@ def _used(look: AllocatorLook | None, totals: Mapping[str, Mapping[str, float]])
     used: dict[str, float] = {}
     for state in look.core.jobs.values() if look is not None else ():
         for node, workers in by_node(state.target).items():
-            amount = workers * slots_per_worker(state.view.bundle, totals.get(node, {}))
+            amount = workers * slots_in(state.view.bundle, totals.get(node, {}))
             used[node] = used.get(node, 0.0) + amount
     return used
 
@@ -243,6 +244,8 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
         shares=shares_of_time(events, memory.status, begun_s, memory.ended_s or now_s),
         workers=tuple(_worker(each, slow) for each in answer.workers),
         mfu=memory.status.mfu if memory.status is not None else None,
+        memory_bound=memory.status.memory_bound if memory.status is not None else None,
+        backend=memory.status.backend if memory.status is not None else "",
         events=tuple((e.time_s, e.kind.value, e.from_workers, e.to_workers, clipped(e.reason)) for e in events),
         logs=memory.facts.storage if memory.facts is not None else "",
     )

@@ -224,5 +224,7 @@ class JobDetail:
     # bytes of its GPU in use, bytes reserved); None where unknown
     workers: tuple[tuple[Any, ...], ...] = ()
     mfu: float | None = None  # model FLOPs utilisation, 0 to 1; None where it is not known
+    memory_bound: int | None = None  # samples that a worker takes at once at most; None while all fit into memory
+    backend: str = ""  # what carries gradients between workers; empty for one worker
     events: tuple[tuple[float, str, int, int, str], ...] = ()  # (time, kind, from, to, reason), oldest first
     logs: str = ""  # where its results are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -9,9 +10,10 @@ import numpy as np
 
 from elastic_ray.events import JobPhase
 from elastic_ray.observe.page.model import PageJob, PageNode, SlotCount, Strip, TenantShare, WantedNodes
-from elastic_ray.observe.page.rows import slots_of, slots_per_worker
+from elastic_ray.observe.page.rows import slots_of
+from placement.allocator.slot_use import SlotUse, slot_uses
 from placement.allocator.snapshot import AllocatorLook, JobState
-from placement.cluster.cluster import Cluster, add_amounts, by_node
+from placement.cluster.cluster import add_amounts
 from placement.cluster.jobs import JobView, WorkerKind, speeds, worker_kind
 from placement.cluster.packing import FreeResources
 from placement.goodput.remaining import remaining
@@ -23,7 +25,7 @@ def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode
     states = look.core.jobs
     now, one_each, equal = _speeds([(each.view, sum(each.target.values())) for each in states.values()], look)
     return Strip(
-        slots=_slots(look.core.cluster, jobs, nodes, states),
+        slots=_slots(look, jobs, nodes),
         running=sum(1 for each in jobs if each.workers),
         waiting=sum(1 for each in jobs if not each.workers and each.phase != JobPhase.PAUSED.value),
         held=sum(1 for each in jobs if each.held_at is not None),
@@ -38,32 +40,24 @@ def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode
     )
 
 
-def _slots(
-    cluster: Cluster, jobs: Sequence[PageJob], nodes: Sequence[PageNode], states: Mapping[str, JobState]
-) -> tuple[SlotCount, ...]:
-    """Return slots by GPU type; a job's missing workers count as starting, in proportion, on its planned nodes."""
-    by_id, counts = cluster.by_id(), dict[str, SlotCount]()
-    late = {each.job: 1.0 - min(each.workers / each.target, 1.0) for each in jobs if each.target}
-    starting: dict[str, float] = {}
-    for job, state in states.items():
-        for node, workers in by_node(state.target).items():
-            total = by_id[node].total if node in by_id else {}
-            amount = late.get(job, 0.0) * workers * slots_per_worker(state.view.bundle, total)
-            starting[node] = starting.get(node, 0.0) + amount
-    for row in nodes:
-        before, seen = counts.get(row.type, SlotCount(type=row.type)), by_id.get(row.node)
-        begins = min(round(starting.get(row.node, 0.0)), row.used)
-        ours = min(slots_of(seen.free), row.slots) if seen is not None else row.slots
-        free = max(ours - row.used, 0)
-        counts[row.type] = SlotCount(
-            type=row.type,
-            used=before.used + row.used - begins,
-            starting=before.starting + begins,
-            draining=before.draining + (free if row.draining else 0),
-            idle=before.idle + (0 if row.draining else free),
-            other=before.other + max(row.slots - row.used - free, 0),
-        )
-    return tuple(counts[name] for name in sorted(counts))
+def _slots(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode]) -> tuple[SlotCount, ...]:
+    """Return slots by GPU type; workers that do not train yet are starting."""
+    training = {each.job: each.workers for each in jobs}
+    uses = slot_uses(look.core.cluster.nodes, look.core.jobs.values(), training)
+    found: dict[str, list[SlotUse]] = {}
+    for row in nodes:  # one that the allocator does not know yet is idle
+        found.setdefault(row.type, []).append(uses.get(row.node, SlotUse(idle=row.slots)))
+    return tuple(SlotCount(type=name, **_summed(found[name])) for name in sorted(found))
+
+
+def _summed(uses: Sequence[SlotUse]) -> dict[str, int]:
+    """Return the number of slots in each state as whole numbers, whose sum is that of all slots."""
+    counts, before, total = dict[str, int](), 0, 0.0
+    for field in dataclasses.fields(SlotUse):
+        total += sum(getattr(each, field.name) for each in uses)
+        counts[field.name] = round(total) - before
+        before = round(total)
+    return counts
 
 
 def _speeds(

@@ -13,6 +13,7 @@ from elastic_ray.events import JobPhase, JobStatus, TrialFacts, numbers_in
 from elastic_ray.observe.page.job_memory import JobMemory
 from elastic_ray.observe.page.model import PageJob, PageNode
 from elastic_ray.observe.page.source import NodeLook
+from placement.allocator.slot_use import slots_in
 from placement.allocator.snapshot import JobState
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node, by_node
 from placement.cluster.jobs import JobView
@@ -105,11 +106,6 @@ def slots_of(total: Mapping[str, float]) -> int:
     return int(total.get("GPU", 0.0) or total.get("CPU", 0.0))
 
 
-def slots_per_worker(bundle: Mapping[str, float], total: Mapping[str, float]) -> float:
-    """Return the slots (GPUs, or CPUs without GPUs) that a worker's ``bundle`` uses on a node with these resources."""
-    return bundle.get("GPU", 0.0) if total.get("GPU") else bundle.get("CPU", 0.0)
-
-
 def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory | None = None) -> PageNode:
     """Return the row of one living node."""
     return PageNode(
@@ -127,7 +123,7 @@ def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory
 def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
     """Return the number of slots planned for the job on each node, at least 1, keyed by node id like ``totals``."""
     return {
-        node: max(1, math.ceil(workers * slots_per_worker(state.view.bundle, totals.get(node, {})) - 1e-6))
+        node: max(1, math.ceil(workers * slots_in(state.view.bundle, totals.get(node, {})) - 1e-6))
         for node, workers in by_node(state.target).items()
     }
 

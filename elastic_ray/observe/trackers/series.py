@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.events import EventKind, JobEvent, flattened
+from placement.text import count
 
 PREFIX = "elastic/"
 """What begins the names of the job's own numbers, beside those that the user reports."""
@@ -98,7 +99,7 @@ def changes_workers(event: JobEvent) -> bool:
 def mark_text(event: JobEvent) -> str:
     """Return a line of text that describes an event marked on a run's curves."""
     pause = f", pause {event.pause_s:.2f} s" if event.pause_s else ""
-    return f"{event.from_workers} -> {event.to_workers} workers{pause}: {event.reason}"
+    return f"{event.from_workers} -> {count(event.to_workers)}{pause}: {event.reason}"
 
 
 class SeenReports:

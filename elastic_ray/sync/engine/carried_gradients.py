@@ -17,6 +17,7 @@ from elastic_ray.sync.operations.gradient_checks import refuse_own
 from elastic_ray.sync.operations.owing import CompressedOperation, Compression, Residual
 from elastic_ray.sync.plan import ParamInfo
 from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient, plain_or_sliced
+from placement.text import count
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
@@ -368,7 +369,7 @@ class OwedGradients:
     def _report_lost(self, workers: int) -> None:
         """Warn that some workers' residuals are lost."""
         if workers > 0:
-            whose = "one worker" if workers == 1 else f"{workers} workers"
+            whose = count(workers)
             self._context.notify(
                 "warning",
                 f"what compression had left out of the gradients of {whose} is lost with the group: each worker keeps "

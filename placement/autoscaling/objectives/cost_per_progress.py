@@ -13,7 +13,8 @@ from placement.autoscaling.objectives.base import UNKNOWN_S, Demand, NodeTypeOpt
 from placement.checks import check_number
 from placement.cluster.jobs import Account, JobView
 from placement.goodput.step_time import Floats
-from placement.reasons import Cause, Reason, count
+from placement.reasons import Cause, Reason
+from placement.text import count
 
 _LONGEST_S = 1e9  # a utility that stays flat has no value at infinity
 _MARGIN = 1.1  # a deadline is planned for with so much time to spare: estimates of what is left are not exact

@@ -10,7 +10,8 @@ import numpy as np
 
 from placement.autoscaling.objectives.base import Demand, NodeTypeOption, WantedSize, option_on
 from placement.goodput.step_time import Floats
-from placement.reasons import Cause, Reason, count
+from placement.reasons import Cause, Reason
+from placement.text import count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
 from placement.policies.shared.base import Target, decide_by_worth
-from placement.reasons import count
+from placement.text import count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView, requested_workers
 from placement.policies.shared.base import Target, admit, grow, held
 from placement.policies.shared.stable_placement import WorstFitPlacer
+from placement.text import count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class FifoPolicy:
         for view in order:
             if view.job in counts:
                 workers = counts[view.job]
-                why = held(view, workers) or f"{workers} workers, in its turn"
+                why = held(view, workers) or f"{count(workers)}, in its turn"
                 targets[view.job] = Target(workers=workers, reason=why)
         return targets
 
@@ -49,7 +50,7 @@ def _in_line(order: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
         nodes = kept.get(view.job) or (None if blocked else placer.spread(view, asks))
         if nodes is None:
             blocked = blocked or view.job
-            targets[view.job] = Target(workers=0, reason=f"waits for {asks} workers, behind {blocked}")
+            targets[view.job] = Target(workers=0, reason=f"waits for {count(asks)}, behind {blocked}")
         else:
             workers = sum(nodes.values())
             targets[view.job] = Target(workers=workers, reason=f"has the {workers} it asked for", nodes=nodes)

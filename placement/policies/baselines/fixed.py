@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.policies.shared.base import Target, admit, held
+from placement.text import count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,5 +44,5 @@ class FixedPolicy:
             more = min(wanted - workers, int(admission.room.slots(view).sum()))
             if more > 0 and admission.room.add(view, more):
                 workers += more
-            targets[view.job] = Target(workers=workers, reason=f"{workers} of {wanted} wanted workers fit")
+            targets[view.job] = Target(workers=workers, reason=f"{workers} of {count(wanted, 'wanted worker')} placed")
         return targets

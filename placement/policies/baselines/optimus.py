@@ -14,6 +14,7 @@ from placement.cluster.packing import FreeResources
 from placement.policies.shared.base import Admission, Target, admit, climb, held
 from placement.policies.shared.stable_placement import WorstFitPlacer
 from placement.reasons import Cause, Reason
+from placement.text import count
 
 _NEVER_S = 1e12  # step time of a size at which the job makes no progress
 
@@ -122,7 +123,7 @@ def _places(jobs: Sequence[JobView], counts: Mapping[str, int], cluster: Cluster
 
 
 def _reason(times: NDArray[np.float64], workers: int) -> str:
-    text = f"{workers} workers leave {times[workers]:.4g} s"
+    text = f"{times[workers]:.4g} s are left with {count(workers)}"
     if workers + 1 < len(times):
         text += f", one more would save {times[workers] - times[workers + 1]:.3g} s"
     return text

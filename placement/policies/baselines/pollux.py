@@ -23,6 +23,7 @@ from placement.policies.shared.stable_placement import (
     speeds_of,
     use_idle,
 )
+from placement.text import count
 
 _LEAST_FACTOR = 0.01  # a job that has just arrived must still be worth starting
 
@@ -89,7 +90,7 @@ class PolluxPolicy:
             nodes = {room.node_ids[i]: n for i, n in sorted(place.items())}
             workers = sum(place.values())
             (speed,) = speeds_of(view, ((len(place), workers),))
-            said = f"{view.workers} -> {workers} workers on {len(place)} nodes, speed-up {speed:.2f}"
+            said = f"{view.workers} -> {count(workers)} on {count(len(place), 'node')}, speed-up {speed:.2f}"
             targets[view.job] = Target(workers=workers, reason=held(view, workers) or said, nodes=nodes)
         return targets
 

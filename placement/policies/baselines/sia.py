@@ -22,6 +22,7 @@ from placement.policies.shared.stable_placement import (
     speeds_of,
     use_idle,
 )
+from placement.text import count
 
 _LEAST_FACTOR = 0.05  # a job that has just arrived must still be worth starting
 _UNALLOCATED = 1.1  # lambda: the cost of a job without GPUs
@@ -109,7 +110,7 @@ class SiaPolicy:
         for view, place in zip(running, places, strict=True):
             workers = sum(place.values())
             kind = slots.types[slots.kinds[next(iter(place))]]
-            said = f"{view.workers} -> {workers} workers on {len(place)} nodes{f' of {kind}' if kind else ''}"
+            said = f"{view.workers} -> {count(workers)} on {count(len(place), 'node')}{f' of {kind}' if kind else ''}"
             nodes = {slots.room.node_ids[i]: n for i, n in sorted(place.items())}
             targets[view.job] = Target(workers=workers, reason=held(view, workers) or said, nodes=nodes)
         return targets

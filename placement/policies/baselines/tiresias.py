@@ -11,6 +11,7 @@ from placement.cluster.jobs import JobView, requested_workers
 from placement.cluster.packing import FreeResources
 from placement.policies.shared.base import Target, admit, grow, held
 from placement.policies.shared.stable_placement import WorstFitPlacer
+from placement.text import count
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class TiresiasPolicy:
                 targets[view.job] = Target(workers=_asks(view), reason=self._served(view), nodes=nodes)
         for view in order:
             if view.job not in targets:
-                reason = f"waits: {_asks(view)} workers do not fit beside those before it"
+                reason = f"waits: no room for {count(_asks(view))} beside those before it"
                 targets[view.job] = Target(workers=0, reason=reason)
         return targets
 

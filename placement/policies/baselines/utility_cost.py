@@ -13,7 +13,7 @@ from placement.cluster.packing import FreeResources
 from placement.goodput.remaining import seconds_to_end
 from placement.goodput.step_time import Floats
 from placement.policies.shared.base import Target, decide_by_worth
-from placement.reasons import count
+from placement.text import count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

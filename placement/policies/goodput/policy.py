@@ -20,8 +20,8 @@ from placement.goodput.speeds import GoodputCache, model_of, table
 from placement.policies.goodput.local_search import improve, present_placements
 from placement.policies.goodput.tables import OptionTable, Placement, SpeedValue, build, useful
 from placement.policies.shared.base import Target, held
-from placement.reasons import Cause, Reason, count
-from placement.text import ago, short_name
+from placement.reasons import Cause, Reason
+from placement.text import ago, count, short_name
 
 _MOST_URGENT = 10.0  # a job that is late weighs at most so many times more
 _ROUNDS = 6  # a decision is repeated from its own outcome until it stays; more than two are rare
@@ -237,8 +237,7 @@ class Decided:
         ahead = [k for k in more or range(len(views)) if k != j and self.after[k].place]
         shorter = [k for k in ahead if left_s[k] < left_s[j]]
         if shorter and len(shorter) == len(ahead):
-            jobs = "1 job" if len(shorter) == 1 else f"{len(shorter)} jobs"
-            return Cause.SHORTER, (jobs, ago(float(left_s[j])))
+            return Cause.SHORTER, (count(len(shorter), "job"), ago(float(left_s[j])))
         if not more:
             return (Cause.FEWER, (gain,)) if self.after[j].place else (Cause.FULL, ("waits",))
         won = sum(self.after[k].workers - views[k].workers for k in more)

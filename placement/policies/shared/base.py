@@ -14,7 +14,7 @@ from placement.cluster.jobs import JobView, speeds
 from placement.cluster.packing import FreeResources, pack
 from placement.goodput.step_time import Floats
 from placement.reasons import Cause, Reason
-from placement.text import describe
+from placement.text import count, describe
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ def no_room(view: JobView, fits: int, others: int) -> Reason:
     """Return why a job is waiting: only ``fits`` workers fit beside the minimums of ``others`` other jobs."""
     wanted = f"{view.min_workers} x {describe(view.bundle)}"
     cause = Cause.MEMORY if 1 < view.sizes.fitting == view.min_workers else Cause.NO_ROOM
-    return Reason(cause, (wanted, fits), f"the minimum of {others} other jobs comes first")
+    return Reason(cause, (wanted, fits), f"the minimum of {count(others, 'other job')} comes first")
 
 
 def held(view: JobView, workers: int) -> Reason | None:

@@ -22,6 +22,7 @@ from placement.planning.plan import NO_CONSTRAINTS
 from placement.policies import make_policy
 from placement.policies.shared.base import Policy
 from placement.simulator.nodes.clusters import parse_cluster
+from placement.text import count
 
 CPU_NODES = "cpu"
 """Name of nodes that have CPUs instead of GPUs: ``cpu:2x8``."""
@@ -140,7 +141,7 @@ def _present_row(view: JobView, cluster: Cluster, decided: Outlook) -> Outlook:
     """Return the outlook for a job's current workers; its reason mentions any different decision by the allocator."""
     if dict(view.allocation) == dict(decided.nodes):
         return decided
-    reason = f"{decided.workers} workers are decided: {decided.reason}"
+    reason = f"decided on {count(decided.workers)}: {decided.reason}"
     return _row(view, view.allocation, reason, _rate(view, view.allocation, cluster))
 
 

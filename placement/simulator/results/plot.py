@@ -11,6 +11,7 @@ from placement.errors import InputError
 from placement.palette import rgb, shade_of
 from placement.simulator.nodes.clusters import parse_cluster
 from placement.simulator.results.report import SimulationReport
+from placement.text import count
 
 _HUES = {"cifar10": 0, "ncf": 4, "deepspeech2": 2, "bert": 1, "yolov3": 5, "imagenet": 3}
 
@@ -98,7 +99,7 @@ def _draw(report: SimulationReport, axis: Any, end_h: float) -> None:
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_xlim(0, end_h)
     axis.tick_params(labelbottom=False)
-    about = f"{len(report.jobs)} jobs, {report.gpus} GPUs, {report.avg_jct_s / 3600:.2f} h on average"
+    about = f"{count(len(report.jobs), 'job')}, {count(report.gpus, 'GPU')}, {report.avg_jct_s / 3600:.2f} h on average"
     trace = "/".join(Path(report.trace).with_suffix("").parts[-2:])
     axis.set_title(f"{trace}: {report.policy} ({report.rules} rules), {about}", loc="left")
     apps = sorted({job.application for job in report.jobs})

@@ -199,6 +199,9 @@ def test_a_job_tells_where_it_stands_and_what_happened() -> None:
     assert [size for size, _ in detail.curve] == list(range(1, 9)) and len(detail.events) == 2
     assert detail.gain == pytest.approx(dict(detail.curve)[3] - dict(detail.curve)[2])  # its model is its own
     assert world.page.detail("b", JobAnswer(), 1003.0) is None
+    world.poll(1004.0, answer("a", 9, mfu=0.4, backend="nccl", memory_bound=16))
+    detail = world.page.detail("a", JobAnswer(), 1005.0)
+    assert detail is not None and (detail.mfu, detail.backend, detail.memory_bound) == (0.4, "nccl", 16)
 
 
 def test_metrics_and_rates_not_finite_are_left_out() -> None:

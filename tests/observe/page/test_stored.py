@@ -124,7 +124,7 @@ def test_run_that_cannot_be_read_costs_the_others_nothing(tmp_path: Path) -> Non
     (tmp_path / "three" / "events.jsonl").mkdir()
     page = RunFiles(str(tmp_path)).poll(0.0)
     assert {job.job for job in page.jobs} == {"one"}
-    assert page.source.problem.startswith("1 runs could not be read (")
+    assert page.source.problem.startswith("1 run could not be read (")
 
 
 def test_of_very_many_runs_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_of_very_many_runs_the_newest_are_shown(tmp_path: Path, monkeypatch: pyt
         os.utime(tmp_path / name / "events.jsonl", (1e9 - age, 1e9 - age))
     page = RunFiles(str(tmp_path)).poll(0.0)
     assert sorted(job.job for job in page.jobs) == ["b", "c"]
-    assert page.source.problem == "1 older runs are left out: give a path further down"
+    assert page.source.problem == "1 older run left out: give a path further down"
 
 
 def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:

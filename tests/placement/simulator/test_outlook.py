@@ -110,7 +110,7 @@ def test_tenants_quotas_and_holds_count_now_is_present() -> None:
     now = {each.job: each for each in outlook(views, nodes, "goodput", 0.0, stay=True, constraints=rules)}
     then = {each.job: each for each in outlook(views, nodes, "goodput", 0.0, constraints=rules)}
     assert {name: row.workers for name, row in now.items()} == {"a": 2, "b": 1, "held": 1}
-    assert now["b"].reason.startswith("5 workers are decided: ")
+    assert now["b"].reason.startswith("decided on 5 workers: ")
     assert {name: row.workers for name, row in then.items()} == {"a": 2, "b": 5, "held": 1}
     free = {each.job: each.workers for each in outlook(views, nodes, "goodput", 0.0)}
     assert free["a"] > 2, "without the quota"

@@ -79,7 +79,9 @@ export class JobView {
       ["batch", row.batch || "–"], ["samples/s", row.samples_per_s ? number(row.samples_per_s) : "–"], ["goodput", number(row.goodput)],
       ...(row.tokens_per_s ? [["tokens/s", number(row.tokens_per_s)], ["tokens left", row.tokens_left === null ? "–" : number(row.tokens_left)]] : []),
       ["efficiency", percent(row.efficiency)], ["progress", percent(row.progress)], ["ETA", span(row.eta_s)],
-      [metric || "metric", number(value)], ["resizes", row.resizes], ["MFU", percent(detail?.mfu)], ["productive", percent(row.productive ?? productive(detail))],
+      [metric || "metric", number(value)], ["resizes", row.resizes], ["MFU", percent(detail?.mfu)],
+      ...(row.workers && row.samples_per_s ? [[`${row.tokens_per_s ? "tokens" : "samples"}/s a worker`, number((row.tokens_per_s || row.samples_per_s) / row.workers)]] : []),
+      ...(detail?.backend ? [["gradients by", detail.backend]] : []), ...(detail?.memory_bound ? [["samples at once at most", number(detail.memory_bound)]] : []), ["productive", percent(row.productive ?? productive(detail))],
       ["noise scale", detail?.noise_scale === null ? "–" : number(detail?.noise_scale)],
       ["one more worker", detail?.gain === null || detail?.gain === undefined ? "–" : `${detail.gain >= 0 ? "+" : ""}${number(detail.gain)} samples/s`]];
     return h("div", {}, h("div", { class: "facts" }, facts.map(([name, value]) => h("span", {}, h("span", { class: "soft" }, `${name} `), h("b", {}, String(value))))),

@@ -18,7 +18,7 @@ from elastic_ray.observe.page.rows import trial_cells
 from elastic_ray.observe.page.source import StoredPage
 from placement.errors import InputError
 from placement.palette import colour
-from placement.text import clipped
+from placement.text import clipped, count
 
 _MOST_DECISIONS = 2000
 
@@ -171,7 +171,7 @@ class RunFiles(StoredPage):
             raise InputError(
                 f"storage path {path!r} must hold the directory of a run, one with {EVENTS_FILE}, but has none"
             )
-        problem = f"{left_out} older runs are left out: give a path further down" if left_out else ""
+        problem = f"{count(left_out, 'older run')} left out: give a path further down" if left_out else ""
         problem = "; ".join(filter(None, [problem, unread]))
         super().__init__(*stored_page(path, runs, problem=problem))
 
@@ -215,7 +215,7 @@ def _read_all(filesystem: pyarrow.fs.FileSystem, folders: Sequence[str], root: s
             failed.append(error)
     if failed and not runs:
         raise failed[0]
-    return runs, f"{len(failed)} runs could not be read ({clipped(str(failed[0]), 200)})" if failed else ""
+    return runs, f"{count(len(failed), 'run')} could not be read ({clipped(str(failed[0]), 200)})" if failed else ""
 
 
 def _read(filesystem: pyarrow.fs.FileSystem, folder: str, root: str) -> StoredRun:

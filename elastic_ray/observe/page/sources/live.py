@@ -21,7 +21,7 @@ from placement.errors import InputError
 from placement.policies import POLICIES
 from placement.ray_cluster.named_actors import ALLOCATOR, find_actor, names_of_actors
 from placement.simulator.results.outlook import Outlook, outlook, read_nodes
-from placement.text import printable
+from placement.text import count, printable
 
 MOST_JOBS, MOST_NODES = 200, 1000
 _SIZES = re.compile(r":(\d+)x(\d+)")
@@ -206,7 +206,7 @@ class LiveCluster:
         workers = (_get(controller.workers.remote()) if controller is not None else None) or ()
         worker = next((each for each in workers if each.rank == rank), None)
         if worker is None:
-            raise ActionRefusedError(f"job {job!r} has no worker of rank {rank} now, but {len(workers)} workers")
+            raise ActionRefusedError(f"job {job!r} has no worker of rank {rank} now, but {count(len(workers))}")
         try:
             return inspect_process(worker, what)
         except LookRefusedError as error:

@@ -24,6 +24,7 @@ from placement.errors import InputError
 from placement.palette import as_hex, rgb, shade_of
 from placement.simulator.nodes.clusters import parse_cluster
 from placement.simulator.results.plot import hue_of
+from placement.text import count
 
 _MOST_DECISIONS = 2000
 
@@ -87,7 +88,7 @@ def _page(record: Mapping[str, Any]) -> tuple[PageSnapshot, dict[str, JobDetail]
     jobs, counts = _jobs(record), dict[str, int]()
     for node in cluster.nodes:
         counts[node.gpu_type] = counts.get(node.gpu_type, 0) + int(node.total["GPU"])
-    about = f"{len(jobs)} jobs, {float(record['avg_jct_s']) / 3600:.2f} h on average"
+    about = f"{count(len(jobs), 'job')}, {float(record['avg_jct_s']) / 3600:.2f} h on average"
     snapshot = PageSnapshot(
         time_s=end_s,
         source=PageSource(kind="simulation", name=f"{Path(record['trace']).name}, {record['rules']} rules: {about}"),
