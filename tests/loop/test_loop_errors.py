@@ -85,6 +85,13 @@ def test_a_loader_refuses(dataset: Any, options: dict[str, Any], error: type[Exc
         er.AdaptiveDataLoader(dataset, **options)
 
 
+@pytest.mark.parametrize("name", ["collate_fn", "num_workers", "sampler", "dataset", "batch_size"])
+def test_a_loader_s_options_cannot_be_replaced(name: str) -> None:
+    loader = er.AdaptiveDataLoader(numbers(5), batch_size=2)
+    with pytest.raises(AttributeError, match=f"^{name} cannot be changed .* make another loader"):
+        setattr(loader, name, None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
