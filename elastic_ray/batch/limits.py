@@ -5,6 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+_OF_BATCHES = (
+    "if the dataset's items are batches already, pass batch_size=the number of such items that all workers together "
+    "train on in a step, and a collate_fn that joins them"
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
@@ -176,6 +181,7 @@ def bounded(limits: BatchLimits, cut: BatchChoice, bound: int | None) -> BatchCh
 
 def _positive(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a whole number of samples, but got {value!r}")
+        way_out = f": {_OF_BATCHES}" if value is None and name == "batch_size" else ""
+        raise TypeError(f"{name} must be a whole number of samples, but got {value!r}{way_out}")
     if value < 1:
         raise ValueError(f"{name} must be 1 or more samples, but got {value}")

@@ -30,6 +30,9 @@ _SHOWN: dict[str, Any] = {
 }
 """Further options that a DataLoader shows, with the values that it has when the user sets none."""
 
+_OF_A_SOURCE = ("sampler", "batch_sampler", "num_workers", "persistent_workers")
+_FIXED = frozenset({*_SHOWN, *_OF_A_SOURCE, "dataset", "batch_size", "drop_last"})
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderArguments:
@@ -111,7 +114,7 @@ class LoaderArguments:
             return RandomSampler(self.dataset) if self.shuffles else SequentialSampler(self.dataset)
         if name in _SHOWN:
             return self.options.get(name, _SHOWN[name])
-        if name in ("sampler", "batch_sampler", "num_workers", "persistent_workers"):
+        if name in _OF_A_SOURCE:
             return getattr(self, name)
         raise AttributeError(f"'AdaptiveDataLoader' object has no attribute {name!r}")
 
@@ -140,6 +143,30 @@ class LoaderArguments:
     def shuffles(self) -> bool:
         """True if each epoch uses the samples in a new order, which is the default except with ``whole_batches``."""
         return (not self.whole_batches) if self.shuffle is None else self.shuffle
+
+
+def refuse_change(name: str) -> None:
+    """Raise AttributeError if attribute `name` of a loader is one of its arguments, which it has passed on."""
+    if name in _FIXED:
+        raise AttributeError(
+            f"{name} cannot be changed on an AdaptiveDataLoader: make another loader with it, on all workers at the "
+            "same place, which may be within the epochs"
+        )
+
+
+class ShownArguments:
+    """Loader that has the attributes of a torch DataLoader, which cannot be changed."""
+
+    _given: LoaderArguments
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also of an object that is not made yet
+            raise AttributeError(name)
+        return self._given.shown(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_change(name)
+        super().__setattr__(name, value)
 
 
 def batch_of_worker(given: LoaderArguments, *, plain: bool) -> int:

@@ -17,7 +17,14 @@ from elastic_ray.batch.halving import Halving
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded, cut_within
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.batch.tokens import NOT_COUNTED, WEIGH, TokenBatch, read_token_batch
-from elastic_ray.data.arguments import LoaderArguments, batch_of_worker, copied_arguments, describe_sample, first_length
+from elastic_ray.data.arguments import (
+    LoaderArguments,
+    ShownArguments,
+    batch_of_worker,
+    copied_arguments,
+    describe_sample,
+    first_length,
+)
 from elastic_ray.data.batches import (
     BatchSamplerOrder,
     BatchSource,
@@ -61,7 +68,7 @@ class PlanFacts:
         return {"batch_size": batch.pop("init_batch_size"), **batch, **self._options, **still_facts(items, self._first)}
 
 
-class AdaptiveDataLoader(ResumableLoader):
+class AdaptiveDataLoader(ShownArguments, ResumableLoader):
     """DataLoader that divides each global batch between the job's workers.
 
     ``batch_size`` is the size of the *global* batch: with 64 samples and 4 workers, each worker gets 16. Unless
@@ -396,11 +403,6 @@ class AdaptiveDataLoader(ResumableLoader):
     def drop_last(self) -> bool:
         """True if a pass's last samples are dropped when they are fewer than a batch."""
         return self._drop_last
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # also of an object that is not made yet
-            raise AttributeError(name)
-        return self._given.shown(name)
 
     def __iter__(self) -> Iterator[Any]:
         return self.batches()

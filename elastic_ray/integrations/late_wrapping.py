@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import elastic_ray as er
+from elastic_ray.data.arguments import refuse_change
 
 
 class LateWrapped(torch.nn.Module):
@@ -77,6 +78,10 @@ class LoaderOnDevice(DataLoader[Any]):
         if name.startswith("_") or name == "loader":  # also of an object that is not made yet
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_change(name)
+        super().__setattr__(name, value)
 
 
 def share_buffers(model: torch.nn.Module) -> None:

@@ -195,7 +195,7 @@ class RayTrainLoader(LoaderOnDevice):
         workers = current_session().group.most_workers
         given = copied_arguments(LoaderArguments(dataset=data_loader), batch_size=data_loader.batch_size * workers)
         super().__init__(er.AdaptiveDataLoader(**given.keywords()), device)
-        self.sampler = _Sampler(self.loader.sampler)
+        vars(self)["sampler"] = _Sampler(self.loader.sampler)
         self._given = data_loader
         if get_context().get_world_rank() == 0:
             logger.info(

@@ -71,6 +71,12 @@ _KINDS = inspect.Parameter
 _POSITIONAL = (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD, _KINDS.VAR_POSITIONAL)
 _VARIADIC = (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD)
 _RUNS_NOTHING = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+_MAIN_THREAD = "signal only works in main thread"  # Python's words
+_OTHER_THREAD = (
+    "a train function runs in another thread of its worker, as in Ray Train. Leave the handler out: a job saves itself "
+    "before it is stopped or preempted, and a node's workers leave it when it drains (docs/checkpoints.md). A script "
+    "that also runs without a trainer may ask threading.current_thread() is threading.main_thread()"
+)
 
 
 def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, policies: Sequence[Policy] = ()) -> bytes:
@@ -175,6 +181,10 @@ def call(packed: bytes) -> Any:
             return train_loop() if config is None else train_loop(config)
     except ModuleNotFoundError as error:
         raise _with_place(error).with_traceback(error.__traceback__) from None
+    except ValueError as error:
+        if not str(error).startswith(_MAIN_THREAD):
+            raise
+        raise ValueError(f"{error}: {_OTHER_THREAD}").with_traceback(error.__traceback__) from None
     finally:
         os.fchdir(folder)
         os.close(folder)

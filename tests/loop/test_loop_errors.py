@@ -62,6 +62,7 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
         ),
         (numbers(5), {"batch_size": 0}, ValueError, "batch_size must be 1 or more"),
         (numbers(5), {"batch_size": 2.0}, TypeError, "batch_size must be a whole number"),
+        (numbers(5), {"batch_size": None}, TypeError, "got None: .* items are batches already, pass batch_size="),
         (numbers(5), {"batch_size": 2, "persistent_workers": True}, ValueError, "needs num_workers > 0"),
         (numbers(5), {"batch_sampler": [[0]]}, ValueError, "batch_sampler cannot be set .* whole_batches=True"),
         (
@@ -82,6 +83,13 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_a_loader_refuses(dataset: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         er.AdaptiveDataLoader(dataset, **options)
+
+
+@pytest.mark.parametrize("name", ["collate_fn", "num_workers", "sampler", "dataset", "batch_size"])
+def test_a_loader_s_options_cannot_be_replaced(name: str) -> None:
+    loader = er.AdaptiveDataLoader(numbers(5), batch_size=2)
+    with pytest.raises(AttributeError, match=f"^{name} cannot be changed .* make another loader"):
+        setattr(loader, name, None)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +149,7 @@ def test_epochs_are_a_count(epochs: Any, error: type[Exception]) -> None:
 def test_the_optimizer_must_hold_the_model_s_parameters() -> None:
     model, optimizer = parts()
     stranger = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1)
-    with pytest.raises(ValueError, match="1 of its parameters belong elsewhere"):
+    with pytest.raises(ValueError, match=r"1 of its parameters belong elsewhere.*Are they of the loss .*module\.loss"):
         er.AdaptiveDataParallel(model, stranger)
     partial = torch.optim.SGD([model.weight], lr=0.1)
     with pytest.raises(ValueError, match=r"1 are missing.*requires_grad_\(False\)"):

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import pickle
+import signal
 import socket
 import sys
 import threading
@@ -136,3 +137,20 @@ def test_a_packages_lacking_part_is_told_as_python_does() -> None:
 
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'json.no_such_part'$"):
         call(pack(train, None))
+
+
+def test_a_signal_s_handler_is_refused_with_the_way_out() -> None:
+    def train() -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+    told: list[str] = []
+
+    def in_a_worker() -> None:
+        with pytest.raises(ValueError, match="signal only works in main thread") as raised:
+            call(pack(train, None))
+        told.append(str(raised.value))
+
+    thread = threading.Thread(target=in_a_worker)
+    thread.start()
+    thread.join()
+    assert len(told) == 1 and "Leave the handler out: a job saves itself" in told[0]

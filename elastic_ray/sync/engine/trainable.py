@@ -91,8 +91,9 @@ class Trainable:
         if strangers:
             raise ValueError(
                 f"optimizer must hold parameters of module only, but {strangers} of its parameters belong elsewhere. "
-                "Are they of a layer that was replaced since? Make the optimizer after that. Several models need one "
-                "AdaptiveDataParallel and one optimizer each"
+                "Are they of a layer that was replaced since? Make the optimizer after that. Are they of the loss "
+                "(class centres, weights of tasks)? Make them part of module, as module.loss = loss. Several models "
+                "need one AdaptiveDataParallel and one optimizer each"
             )
         held = {id(p) for group in groups for p in group}
         missing = [name for name, p in self._module.named_parameters() if id(p) in trained - held]
