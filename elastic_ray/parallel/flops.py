@@ -134,7 +134,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Call the operator, and count its operations if they are known."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        formula = flop_registry.get(getattr(func, "_overloadpacket", func))
+        formula = flop_registry.get(getattr(func, "overloadpacket", func))
         if formula is not None:
             try:
                 self.operations += _passes(args) * formula(*args, **kwargs, out_val=output)
