@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 import ray
+from ray._private import worker as _ray_worker
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -61,6 +62,7 @@ def connect() -> None:
         check_answers(there, address)
     except ConnectionError as error:
         raise click.ClickException(str(error)) from error
+    _keep_output_clean()
     try:
         check_access(there, mode_is_open=address == "auto" and "RAY_AUTH_MODE" not in os.environ)
         ray.init(
@@ -77,6 +79,12 @@ def connect() -> None:
         raise click.ClickException(f"{where}; {HOW_TO_START}") from error
     except (RuntimeError, ValueError, OSError) as error:  # another version of Ray or Python
         raise click.ClickException(f"the Ray cluster at {address} cannot be joined: {error}") from error
+
+
+def _keep_output_clean() -> None:
+    """Drop what Ray tells of the cluster, such as lost workers: it would print that between the lines of a command."""
+    theirs: Any = _ray_worker
+    theirs.print_to_stdstream = lambda *_, **__: None
 
 
 def joined_address() -> str:

@@ -115,6 +115,8 @@ def _show_process(job: str, rank: int | None, what: str) -> None:
     cluster.connect()
     workers = cluster.find_job(job).workers()
     chosen = [each for each in workers if rank in (None, each.rank)]
+    if not workers:
+        raise click.ClickException(f"job {job!r} has no workers now")
     if not chosen:
         raise click.ClickException(f"job {job!r} has no worker of rank {rank} now, but {count(len(workers), 'worker')}")
     for worker in chosen:

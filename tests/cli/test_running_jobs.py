@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray._private.utils import publish_error_to_driver
 
 import elastic_ray as er
 from elastic_ray.cli import cluster
@@ -21,6 +24,26 @@ from tests.job.controllers import kill_controller
 from tests.job.jobs import start, wait_until
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
+
+
+def test_warnings_of_the_cluster_do_not_spoil_output(ray_cluster: Any) -> None:
+    over = threading.Event()
+
+    def warn() -> None:
+        client = ray.get_runtime_context().worker.gcs_client  # what publishes for raylets as well
+        while not over.wait(0.02):
+            publish_error_to_driver("any", "a raylet warns", gcs_client=client)
+
+    warning = threading.Thread(target=warn)
+    warning.start()
+    try:
+        environment = {**os.environ, "RAY_ADDRESS": ray_cluster.address}
+        command = [sys.executable, "-m", "elastic_ray.cli", "jobs", "--json"]
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+    finally:
+        over.set()
+        warning.join()
+    assert (json.loads(listed.stdout), listed.stderr) == ([], "")
 
 
 def process_id() -> int:
