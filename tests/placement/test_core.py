@@ -110,7 +110,7 @@ class Told:
         return {each.job: Target(workers=self.workers, reason="as told") for each in jobs}
 
 
-def test_a_job_that_loses_workers_is_not_said_to_stay() -> None:
+def test_job_that_loses_workers_is_not_said_to_stay() -> None:
     policy = Told(4)
     world = World(8, policy=policy)
     noisy = (Observation(nodes=1, replicas=4, atomic_bsz=8, accum_steps=0, step_time=1.0, spread=0.5),)
