@@ -41,6 +41,7 @@ _START_S = 60.0  # of an allocator that may have to be made
 _LOOK_S = 120.0  # at a node: a process starts there and imports torch
 _POLL_S = 0.25
 _PREFIX = "job:"
+_QUESTIONS = ("status", "events", "workers")  # to a controller; it does all else that it is asked, however late
 
 
 class RefusedError(click.ClickException):
@@ -141,9 +142,10 @@ class JobClient:
                 patience_s=_CALL_TIMEOUT_S,
             )
         except (GetTimeoutError, ActorUnavailableError):
+            later = "" if method in _QUESTIONS else f"; {method} takes effect if it answers again"
             raise click.ClickException(
                 f"the controller of job {self.answers.job!r} has not answered within {_CALL_TIMEOUT_S:g} s; "
-                "its node may be overloaded or gone"
+                f"its node may be overloaded or gone{later}"
             ) from None
         except RayTaskError as error:
             raise click.ClickException(str(error.cause or error)) from None
@@ -258,6 +260,14 @@ def snapshot() -> CoreSnapshot | None:
     """Return the allocator's jobs, nodes and decisions; None if no job has started an allocator yet."""
     answer: CoreSnapshot | None = _ask_allocator("snapshot")
     return answer
+
+
+def snapshot_if_any() -> tuple[CoreSnapshot | None, str]:
+    """Return the snapshot, for listings that say less without it, and a message if the allocator does not answer."""
+    try:
+        return snapshot(), ""
+    except click.ClickException as error:
+        return None, error.message
 
 
 def views() -> tuple[JobView, ...]:
