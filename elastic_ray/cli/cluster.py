@@ -41,7 +41,12 @@ _START_S = 60.0  # of an allocator that may have to be made
 _LOOK_S = 120.0  # at a node: a process starts there and imports torch
 _POLL_S = 0.25
 _PREFIX = "job:"
-_QUESTIONS = ("status", "events", "workers")  # to a controller; it does all else that it is asked, however late
+_QUESTIONS = (
+    "status",
+    "events",
+    "workers",
+    "branched",
+)  # to a controller; it does all else that it is asked, however late
 
 
 class RefusedError(click.ClickException):
