@@ -308,8 +308,8 @@ class JobStatus:
             more; None if no worker ran out of memory.
         backend: Backend that sends gradients between the GPUs: ``nccl`` or ``gloo``; empty for one worker, and while
             the job does not train.
-        mfu: Model FLOPs utilisation, 0 to 1; None if the number of operations, or the GPU's peak, is unknown, or if
-            ``throughput`` is None.
+        mfu: Model FLOPs utilisation, 0 to 1; None if the number of operations, or the GPU's peak, is unknown, and
+            where ``throughput`` is 0.
         reports: Number of reports from rank 0, including reports in earlier runs that the job continues.
         checkpoint: Path of the reported or automatic checkpoint that a restart would continue from; empty before the
             first.

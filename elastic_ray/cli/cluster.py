@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 import ray
+from ray._private import worker as _ray_worker
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -40,6 +41,12 @@ _START_S = 60.0  # of an allocator that may have to be made
 _LOOK_S = 120.0  # at a node: a process starts there and imports torch
 _POLL_S = 0.25
 _PREFIX = "job:"
+_QUESTIONS = (
+    "status",
+    "events",
+    "workers",
+    "branched",
+)  # to a controller; it does all else that it is asked, however late
 
 
 class RefusedError(click.ClickException):
@@ -61,6 +68,7 @@ def connect() -> None:
         check_answers(there, address)
     except ConnectionError as error:
         raise click.ClickException(str(error)) from error
+    _keep_output_clean()
     try:
         check_access(there, mode_is_open=address == "auto" and "RAY_AUTH_MODE" not in os.environ)
         ray.init(
@@ -77,6 +85,12 @@ def connect() -> None:
         raise click.ClickException(f"{where}; {HOW_TO_START}") from error
     except (RuntimeError, ValueError, OSError) as error:  # another version of Ray or Python
         raise click.ClickException(f"the Ray cluster at {address} cannot be joined: {error}") from error
+
+
+def _keep_output_clean() -> None:
+    """Drop what Ray tells of the cluster, such as lost workers: it would print that between the lines of a command."""
+    theirs: Any = _ray_worker
+    theirs.print_to_stdstream = lambda *_, **__: None
 
 
 def joined_address() -> str:
@@ -133,9 +147,10 @@ class JobClient:
                 patience_s=_CALL_TIMEOUT_S,
             )
         except (GetTimeoutError, ActorUnavailableError):
+            later = "" if method in _QUESTIONS else f"; {method} takes effect if it answers again"
             raise click.ClickException(
                 f"the controller of job {self.answers.job!r} has not answered within {_CALL_TIMEOUT_S:g} s; "
-                "its node may be overloaded or gone"
+                f"its node may be overloaded or gone{later}"
             ) from None
         except RayTaskError as error:
             raise click.ClickException(str(error.cause or error)) from None
@@ -250,6 +265,14 @@ def snapshot() -> CoreSnapshot | None:
     """Return the allocator's jobs, nodes and decisions; None if no job has started an allocator yet."""
     answer: CoreSnapshot | None = _ask_allocator("snapshot")
     return answer
+
+
+def snapshot_if_any() -> tuple[CoreSnapshot | None, str]:
+    """Return the snapshot, for listings that say less without it, and a message if the allocator does not answer."""
+    try:
+        return snapshot(), ""
+    except click.ClickException as error:
+        return None, error.message
 
 
 def views() -> tuple[JobView, ...]:

@@ -89,13 +89,14 @@ def check_cluster(nodes: int) -> Check:
     from elastic_ray.cli import cluster
     from placement.ray_cluster.autoscaler_presence import may_autoscale
 
-    seen = cluster.snapshot()
+    seen, problem = cluster.snapshot_if_any()
+    no_allocator = problem or "no allocator yet (the first job starts it)"
     parts = [
         count(nodes, "node"),
         "an autoscaler may add some" if may_autoscale() else "no autoscaler",
-        f"allocator with policy {seen.policy}" if seen is not None else "no allocator yet (the first job starts it)",
+        f"allocator with policy {seen.policy}" if seen is not None else no_allocator,
     ]
-    return Check("cluster", "ok", "; ".join(parts))
+    return Check("cluster", "warn" if problem else "ok", "; ".join(parts))
 
 
 def check_dashboard() -> Check:

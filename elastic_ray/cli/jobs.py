@@ -26,6 +26,7 @@ from placement.text import count
 
 if TYPE_CHECKING:
     from elastic_ray.cli.cluster import JobClient
+    from placement.allocator.snapshot import CoreSnapshot
 
 _STOP_S = 150.0
 _POLL_S = 0.5
@@ -41,7 +42,10 @@ def jobs(everything: bool, metric: str, as_json: bool) -> None:
     Jobs that ended within the last hour are listed last, starting with failed jobs and the cause of each failure. Each
     sweep has one line; `elastic-ray status SWEEP` lists its trials.
     """
-    rows = read_rows(ended=everything)
+    seen, problem = read_snapshot()
+    rows = read_rows(seen, ended=everything)
+    if problem:
+        say(f"warning: {problem}", err=True)
     if as_json:
         show_json(rows)
         return
@@ -52,14 +56,21 @@ def jobs(everything: bool, metric: str, as_json: bool) -> None:
     show_table(with_metric(JOB_COLUMNS, metric), [job_cells(row, now_s, metric) for row in rows], empty="no jobs")
 
 
-def read_rows(*, ended: bool = False) -> tuple[JobRow, ...]:
-    """Return one row per job; if ``ended``, also for submitted scripts that have ended."""
+def read_snapshot() -> tuple[CoreSnapshot | None, str]:
+    """Return what the allocator knows, None if there is none, and a message if it does not answer."""
+    from elastic_ray.cli import cluster
+
+    cluster.connect()
+    return cluster.snapshot_if_any()
+
+
+def read_rows(seen: CoreSnapshot | None, *, ended: bool = False) -> tuple[JobRow, ...]:
+    """Return one row per job, given what the allocator knows; if ``ended``, also for scripts that have ended."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
 
-    cluster.connect()
     scripts = [each for each in ray_jobs.submissions() if ended or not each.ended]
-    return job_rows(cluster.known_jobs(), cluster.snapshot(), scripts, cluster.ended_jobs())
+    return job_rows(cluster.known_jobs(), seen, scripts, cluster.ended_jobs())
 
 
 def show_events(job: str, events: Sequence[JobEvent]) -> None:
@@ -115,6 +126,8 @@ def _show_process(job: str, rank: int | None, what: str) -> None:
     cluster.connect()
     workers = cluster.find_job(job).workers()
     chosen = [each for each in workers if rank in (None, each.rank)]
+    if not workers:
+        raise click.ClickException(f"job {job!r} has no workers now")
     if not chosen:
         raise click.ClickException(f"job {job!r} has no worker of rank {rank} now, but {count(len(workers), 'worker')}")
     for worker in chosen:

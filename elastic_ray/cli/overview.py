@@ -41,7 +41,10 @@ def nodes(forgive: str | None, as_json: bool) -> None:
         node = cluster.forgive(forgive)
         say(f"what failed on node {node[:SHORT_ID]} is forgotten")
         return
-    rows = node_rows(cluster.ray_nodes(), cluster.snapshot())
+    seen, problem = cluster.snapshot_if_any()
+    rows = node_rows(cluster.ray_nodes(), seen)
+    if problem:
+        say(f"warning: {problem}", err=True)
     if as_json:
         show_json(rows)
         return

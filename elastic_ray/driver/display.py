@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report
-from placement.text import count, printable, short_ids, short_name
+from placement.text import ago, count, printable, short_ids, short_name
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -77,8 +77,8 @@ def status_fields(status: JobStatus) -> dict[str, str]:
         fields["step"] = f"{status.step}"
     if status.progress is not None and not status.phase.ended:
         fields["done"] = f"{status.progress:.0%}"
-    if status.eta_s is not None:
-        fields["ETA"] = f"{_number(status.eta_s)} s"
+    if status.eta_s is not None and (left := ago(status.eta_s)):
+        fields["ETA"] = left
     texts, name = _numbers(status.metrics), printable(status.metric)
     for shown in [each for each in (name, *texts) if each in texts][:1]:
         fields.setdefault(shown, texts[shown])

@@ -199,7 +199,7 @@ def job_status(
         metrics=record.metrics,
         message=record.message,
         cost_usd=record.cost_usd,
-        note="" if ended else _remarks(record, planner, report),
+        note="" if ended else _remarks(record, planner, report if trains else None),
         waits_for=_waits_for(spec, record, machine),
         start_s=record.start_s if waiting and not machine.target_workers else None,
         productive_share=spent.productive_share,

@@ -318,7 +318,8 @@ class AllocatorCore:
             job.decided(forced=trigger not in _UNFORCED)
         try:
             plan = self._plan(views, self.cluster, now_s)
-            units = {view.job: view.unit for view in views}
+            units, had = {view.job: view.unit for view in views}, {view.job: view.workers for view in views}
+            kept = {job: why for job, why in kept.items() if sum(plan.allocation.get(job, {}).values()) == had[job]}
             reasons = {job: reason.of_unit(units[job]) for job, reason in {**plan.reasons, **kept}.items()}
             plan = dataclasses.replace(plan, reasons=reasons)
         except Exception as error:  # a policy may be the user's own code: whatever it does, jobs keep what they have

@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+import ray
+from ray._private.utils import publish_error_to_driver
 
 import elastic_ray as er
 from elastic_ray.cli import cluster
@@ -21,6 +25,45 @@ from tests.job.controllers import kill_controller
 from tests.job.jobs import start, wait_until
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
+
+
+def test_warnings_of_the_cluster_do_not_spoil_output(ray_cluster: Any) -> None:
+    over = threading.Event()
+
+    def warn() -> None:
+        client = ray.get_runtime_context().worker.gcs_client  # what publishes for raylets as well
+        while not over.wait(0.02):
+            publish_error_to_driver("any", "a raylet warns", gcs_client=client)
+
+    warning = threading.Thread(target=warn)
+    warning.start()
+    try:
+        environment = {**os.environ, "RAY_ADDRESS": ray_cluster.address}
+        command = [sys.executable, "-m", "elastic_ray.cli", "jobs", "--json"]
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+    finally:
+        over.set()
+        warning.join()
+    assert (json.loads(listed.stdout), listed.stderr) == ([], "")
+
+
+def test_listings_do_without_an_allocator_that_hangs(
+    ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = start(tmp_path, workers=1, name="seen", epochs=100_000)
+    wait_until(lambda: handle.status().step > 3, handle)
+
+    def hangs() -> Any:
+        raise click.ClickException("the allocator has not answered")
+
+    monkeypatch.setattr(cluster, "snapshot", hangs)
+    for command in (("jobs",), ("nodes",), ("status", "seen")):
+        listed = run(ray_cluster, *command)
+        assert listed.stderr == "warning: the allocator has not answered\n" and listed.stdout
+    assert "seen" in run(ray_cluster, "jobs").stdout
+    assert "the allocator has not answered" in run(ray_cluster, "top").stdout
+    assert "has not answered" in run(ray_cluster, "allocator", code=1).stderr
+    handle.stop()
 
 
 def process_id() -> int:

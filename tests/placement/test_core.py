@@ -24,6 +24,7 @@ from placement.allocator.events import (
 from placement.allocator.recording import SteadyClock
 from placement.cluster.cluster import Cluster, check
 from placement.cluster.jobs import JobView
+from placement.goodput.fitting import Observation
 from placement.policies import FixedPolicy, GoodputPolicy, Policy, Target
 from tests.placement.views import AT_ONCE, cluster, model, node, view
 
@@ -95,6 +96,33 @@ def test_arrivals_and_ends_are_decided_at_once() -> None:
     assert isinstance(grow, Allocate)
     assert grow.nodes == {"n0": 8}
     assert "growth pays: " in str(grow.reason) and "4 -> 8 workers" in grow.reason.explained
+
+
+@dataclasses.dataclass
+class Told:
+    """A policy that gives every job as many workers as it is told."""
+
+    workers: int
+    name = "told"
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+        """All alike."""
+        return {each.job: Target(workers=self.workers, reason="as told") for each in jobs}
+
+
+def test_job_that_loses_workers_is_not_said_to_stay() -> None:
+    policy = Told(4)
+    world = World(8, policy=policy)
+    noisy = (Observation(nodes=1, replicas=4, atomic_bsz=8, accum_steps=0, step_time=1.0, spread=0.5),)
+    world.arrive(view("a", max_workers=8, observations={"": noisy}))
+    reasons = []
+    for policy.workers in (3, 3, 0):
+        for _ in range(16):
+            world.beat("a", 1.0)
+            world.send(TimePassed(), 1.0)
+        reasons.append(str(world.core.snapshot().jobs["a"].reason))
+    assert reasons[1].startswith("measured noise keeps the size") and world.sizes() == {"a": 0}
+    assert reasons[2] == "told: as told", "a policy may let others go first all the same"
 
 
 def test_heartbeats_without_news_decide_nothing() -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from elastic_ray.cli.jobs import read_rows, show_events
+from elastic_ray.cli.jobs import read_rows, read_snapshot, show_events
 from elastic_ray.cli.listings import SHORT_ID, JobRow, Submission, comes_from, ended_row, job_rows, outlook_lines
 from elastic_ray.cli.output import job_argument, json_option, say, show_json, show_table
 from elastic_ray.cli.sweeps import TRIAL_COLUMNS, best_first, called, grouped, sweep_status, sweeps_of, trial_cells
 from elastic_ray.driver.display import status_line
 from placement.text import ago
+
+if TYPE_CHECKING:
+    from placement.allocator.snapshot import CoreSnapshot
 
 
 @click.command(short_help="Show one job, or a sweep.")
@@ -28,8 +31,10 @@ def status(job: str, last: int, as_json: bool) -> None:
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
 
-    cluster.connect()
-    if trials := _trials_of(job):
+    seen, problem = read_snapshot()
+    if problem:
+        say(f"warning: {problem}", err=True)
+    if trials := _trials_of(job, seen):
         _show_sweep(trials, as_json)
         return
     if not cluster.find_jobs(job):
@@ -43,8 +48,8 @@ def status(job: str, last: int, as_json: bool) -> None:
         return
     found = cluster.find_job(job)
     name = found.answers.job
-    (row,) = job_rows([found.answers], _only(cluster.snapshot(), name))
-    members, events, why = found.workers(), found.events(), cluster.explain(name)
+    (row,) = job_rows([found.answers], _only(seen, name))
+    members, events, why = found.workers(), found.events(), None if problem else cluster.explain(name)
     if as_json:
         latest = events[len(events) - min(last, len(events)) :]
         show_json({"job": row, "workers": members, "events": latest, "explanation": why})
@@ -55,16 +60,17 @@ def status(job: str, last: int, as_json: bool) -> None:
             say(f"  {line}")
         for worker in members:
             say(f"  rank {worker.rank}: process {worker.pid} on node {worker.node[:SHORT_ID]}")
-        say(str(why) if why is not None else "the allocator has not heard of it")
+        if not problem:
+            say(str(why) if why is not None else "the allocator has not heard of it")
         say(f"results: {row.storage_path}")
         show_events(name, events[len(events) - min(last, len(events)) :])
     if row.failed:
         raise click.exceptions.Exit(1)
 
 
-def _trials_of(name: str) -> list[JobRow]:
+def _trials_of(name: str, seen: CoreSnapshot | None) -> list[JobRow]:
     """Return the trials of the sweep with this name, or of the only sweep started by the submission ``name``."""
-    rows = read_rows()
+    rows = read_rows(seen)
     if any(row.job == name for row in rows):
         return []
     sweeps = sweeps_of(rows)

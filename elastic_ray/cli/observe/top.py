@@ -50,12 +50,12 @@ def top(interval: float, once: bool, by: str, metric: str) -> None:
     screen = (_Pipe if piped or once else _Screen if on_terminal() else _Scroll)(by, metric)
     with contextlib.suppress(KeyboardInterrupt), _Keys(wanted=not piped) as keys, screen:
         for look in itertools.count():
-            seen = cluster.snapshot()
+            seen, silent = cluster.snapshot_if_any()
             rows = grouped(job_rows(cluster.known_jobs(), seen, (), cluster.ended_jobs()), ended=False)
             if (problem := no_metric(rows, metric)) and not look:
                 raise click.ClickException(problem)
             nodes = node_rows(cluster.ray_nodes(), seen)
-            heading = time.strftime("%H:%M:%S ") + (headline(seen) if seen is not None else NO_ALLOCATOR)
+            heading = time.strftime("%H:%M:%S ") + (headline(seen) if seen is not None else silent or NO_ALLOCATOR)
             screen.show(heading, rows, nodes)
             if once or piped or keys.ended_within(interval):
                 break
