@@ -45,4 +45,4 @@ def test_a_recipe_runs(ranks: Ranks, world: int | None, number: int) -> None:
 
 def test_the_page_has_them_all() -> None:
     headings = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
-    assert len(headings) == 12 and len(SNIPPETS) == 14, "averages and cross-validation have two"
+    assert len(headings) == 14 and len(SNIPPETS) == 16, "averages and cross-validation have two"

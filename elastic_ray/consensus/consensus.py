@@ -204,7 +204,8 @@ RAN_OUT = "a worker ran out of memory"
 
 _READS_DIFFER = (
     "an iterable dataset does not give the same samples in the same order on every worker: each reads all of it and "
-    "keeps its share by position, so that samples are used twice or never. Shuffle by a seed and the epoch "
+    "keeps its share by position, so that samples are used twice or never. Leave out a division by rank in its "
+    "__iter__ (get_rank(), split_dataset_by_node; webdataset: nodesplitter=None), and shuffle by a seed and the epoch "
     "(set_epoch), not by the clock or the process (webdataset: detshuffle in place of shuffle). If only an "
     "augmentation draws other random numbers, all is well"
 )
@@ -275,7 +276,7 @@ class RankConsensus:
 
     def enter_group(self) -> None:
         """Enter a new group and discard the previous group's agreements and comparisons."""
-        self._replicas.start()
+        self._replicas.start(self._position.state.progress.steps)
         self._changes.start()
         for part in self._parts:
             if part.resting is None:

@@ -301,7 +301,8 @@ class StreamSharder(Generic[Item]):
             if not self._ahead:
                 raise ValueError(
                     f"the stream must yield the same items on every rank and after a restart, but ended after "
-                    f"{self.position} of the {position} items that have been used"
+                    f"{self.position} of the {position} items that have been used: leave out a division by rank in "
+                    "its __iter__, as the loader divides the items"
                 )
             self._drop(min(len(self._ahead), position - self.position))
 

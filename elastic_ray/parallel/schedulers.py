@@ -69,21 +69,17 @@ class Schedulers:
             run.states.register(key, DictState(scheduler))
             run.states.register_rollback(scheduler.state_dict, scheduler.load_state_dict, key)
         run.states.register_rollback(self._rates, self._set_rates, f"learning rates/{name}")  # a loop sets them, too
-        self._rates_were_loaded = False
         self._moved: dict[tuple[int, str], Any] = {}
-        optimizer.register_load_state_dict_pre_hook(self._check_loaded)
         run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check)
 
-    def _check_loaded(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
-        """Record that a loaded optimizer state may show traces of a scheduler that existed when it was saved."""
-        self._rates_were_loaded |= not self._has_initial_rates()
-
-    def _has_initial_rates(self) -> bool:
-        return any("initial_lr" in group for group in self._optimizer.param_groups)
+    def _is_scheduled(self) -> bool:
+        """True if a scheduler was made for the optimizer, or for one that it wraps: "initial_lr" may be the loop's."""
+        optimizers = [self._optimizer, *vars(self._optimizer).values()]
+        return any(hasattr(getattr(each, "step", None), "_wrapped_by_lr_sched") for each in optimizers)
 
     def _check(self) -> None:
         """Raise ValueError if the optimizer has a scheduler that was not passed to the wrapper."""
-        unknown = not self._known and not self._rates_were_loaded and self._has_initial_rates()
+        unknown = not self._known and self._is_scheduled()
         known = [id(each) for scheduler in self._known for each in _with_inner(scheduler)]
         strangers, made = self._strangers(known)
         if strangers:

@@ -115,7 +115,8 @@ _WAY_OUT = (
     "Each rank takes its share of an order of its own, so some samples would be left out and others used twice. Give "
     "AdaptiveDataLoader the same whole dataset and the same arguments on every worker, whatever its rank, and let it "
     "share the samples out: sort what comes from a set or a directory listing, seed random_split, shuffles and "
-    "generated data alike, and do not cut the dataset by rank"
+    "generated data alike, register what the model itself makes (rollouts, pseudo-labels; docs/recipes.md), and do not "
+    "cut the dataset by rank"
 )
 
 

@@ -32,7 +32,7 @@ class Replicas:
         self._drift = drift
         self._modules: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._checked = -1
+        self._checked, self._started = -1, 0
         self.next_check = 0  # no check is due before so many steps in reductions of gradients, unless asked for
         self._left = 0, 0
         self._held = 0  # a number for the parameters' memory at the end of the last pass
@@ -60,18 +60,21 @@ class Replicas:
         """Return the parameters that every rank holds completely, leaving out sharded models' parameters."""
         return [(name, p) for name, p in module.named_parameters() if not hasattr(p, "to_local")]
 
-    def start(self) -> None:
-        """Enter a group: discard the previous group's checks and recorded training modes, which joining ranks lack."""
-        self._checked, self.next_check = -1, 0
+    def start(self, steps: int) -> None:
+        """Enter a group after ``steps`` steps.
+
+        The previous group's checks and recorded training modes are discarded, because joining ranks lack them.
+        """
+        self._checked, self.next_check, self._started = -1, 0, steps
         self.trained.clear()
 
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
-        """True if the ranks must compare all parameters after ``steps`` steps: after 1, 10 and every 100.
+        """True if ranks must compare all parameters after ``steps`` steps: after 1 and 10 in a group, and every 100.
 
         Also True if ``always`` is True or, when a pass ends (``at_end``), if the last comparison was many steps ago.
         """
         late = at_end and steps - self._checked >= min(_EVERY, self._checked // _PART_OF_ALL)
-        due = always or late or steps in _EARLY or steps % _EVERY == 0
+        due = always or late or steps - self._started in _EARLY or steps % _EVERY == 0
         return due and steps != self._checked and bool(self._modules) and not self._drift()
 
     def end_pass(self) -> None:
@@ -100,7 +103,7 @@ class Replicas:
     def fingerprint(self, steps: int) -> int:
         """Return a fingerprint, never 0, of all parameters and of how they are trained, after ``steps`` steps."""
         self._checked, every = steps, (steps // _EVERY + 1) * _EVERY
-        self.next_check = min(each for each in (*_EARLY, every) if each > steps)
+        self.next_check = min(each for each in (*(self._started + early for early in _EARLY), every) if each > steps)
         told = repr((self._sums(), self._settings().fingerprint))
         digest = hashlib.blake2b(told.encode(), digest_size=_BYTES)
         return int.from_bytes(digest.digest(), "big") or 1
@@ -123,7 +126,8 @@ class Replicas:
             raise ReplicasDifferError(
                 f"every rank must train its replica in the same way, but after {self._checked} steps {text}. Freeze "
                 "and unfreeze, call train() and eval(), and set options of the optimizer alike on every rank, in the "
-                "same step: derive it from numbers that all ranks share, not from rank, clock or local samples"
+                "same step: derive it from numbers that all ranks share, such as get_context().get_global_step(), not "
+                "from rank, clock, local samples, or a count of your own, which begins at 0 on a worker that joins"
             )
         names = [f"{prefix}{name}" for (prefix, module) in self._named_modules() for name, _ in self._compared(module)]
         everyone = communicator.gather_ints(self._sums())
@@ -139,7 +143,8 @@ class Replicas:
             f"{', '.join(differing[:_NAMED])}{more}. Everything that changes parameters must do so alike on every "
             "rank: learning rates, noise and in-place changes that follow from rank, clock or unseeded random numbers "
             "do not, nor do gradients that are changed on one rank alone after backward(), nor what follows from a "
-            "count of your own, such as enumerate's, which begins at 0 on a worker that joins in the middle of a pass"
+            "count of your own, such as enumerate's, which begins at 0 on a worker that joins in the middle of a pass: "
+            "get_context().get_global_step() does not"
         )
 
     def _named_modules(self) -> list[tuple[str, torch.nn.Module]]:

@@ -352,7 +352,8 @@ class ModuleState:
         if mine.keys() != tree.keys():
             raise RuntimeError(
                 "train_loop_per_worker must build the same model on every worker, but these parameters or buffers "
-                f"differ: {sorted(mine.keys() ^ tree.keys())[:5]}"
+                f"differ: {sorted(mine.keys() ^ tree.keys())[:5]}. Layers that an epoch adds, such as adapters, are "
+                "unknown to a worker that joins in it: make them before the first epoch, and freeze them until then"
             )
         grown = {name for name, _ in self.module.named_buffers()}  # as observers' buffers do with the first batch
         for name, tensor in mine.items():

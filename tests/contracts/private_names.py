@@ -345,6 +345,12 @@ _TORCH = (
         instead="register_step_pre_hook, always the last",
     ),
     PrivateNames(
+        home="torch.optim.lr_scheduler:LRScheduler",
+        names=("_wrapped_by_lr_sched",),
+        why="an optimizer whose scheduler was not passed is refused",
+        instead='"initial_lr" in its groups, which loops also set themselves',
+    ),
+    PrivateNames(
         home="torch.optim.lr_scheduler:SequentialLR",
         names=("_schedulers",),
         why="schedulers that are part of another one",

@@ -185,6 +185,14 @@ def test_a_scheduler_must_be_handed_over() -> None:
         next(iter(er.remaining_epochs_until(1)))
 
 
+def test_a_loop_may_keep_its_first_rates_itself() -> None:
+    model, optimizer = parts()
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    er.AdaptiveDataParallel(model, optimizer)
+    assert next(iter(er.remaining_epochs_until(1))) == 0
+
+
 def test_models_are_wrapped_before_training() -> None:
     def within_an_epoch() -> None:
         for _epoch in er.remaining_epochs_until(2):

@@ -245,8 +245,21 @@ def test_not_all_short_passes_are_followed_by_a_check() -> None:
     assert checked[:4] == [5, 10, 15, 20] and 1000 in checked
     gaps = [after - before for before, after in itertools.pairwise(checked)]
     assert max(gaps) == 100 and len(checked) < 30
-    replicas.start()
+    replicas.start(1000)
     assert replicas.due(1001, at_end=True), "the first pass in a group is"
+
+
+def test_a_group_s_first_steps_are_followed_by_checks() -> None:
+    replicas = Replicas()
+    layer = nn.Linear(2, 1)
+    replicas.add(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    replicas.start(217)
+    checked = []
+    for steps in range(217, 420):
+        if steps >= replicas.next_check and replicas.due(steps):
+            replicas.fingerprint(steps)
+            checked.append(steps)
+    assert checked == [218, 227, 300, 400]
 
 
 # -- training that is not the same -------------------------------------------------------------------------------
@@ -481,6 +494,22 @@ def test_a_change_of_the_group_is_a_check() -> None:
 
     with pytest.raises(er.errors.ReplicasDifferError, match=r"after 6 steps: 2\.weight"):
         run_job(train, [Change(5, (1, 2, 3))], first=(1, 2))
+
+
+def test_a_joiner_that_counts_for_itself_is_found_at_once() -> None:
+    def train() -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        wrapped = er.AdaptiveDataParallel(model, optimizer)
+        for _ in er.remaining_epochs_until(1):
+            for number, (x, y) in enumerate(er.AdaptiveDataLoader(rows(), batch_size=4)):
+                optimizer.param_groups[0]["lr"] = 0.01 / (1 + number)
+                optimizer.zero_grad()
+                (wrapped(x.double()) - y).square().mean().backward()
+                optimizer.step()
+
+    with pytest.raises(er.errors.ReplicasDifferError, match=r"after 4 steps .*\['lr'\] .*get_global_step"):
+        run_job(train, [Change(2, (1, 2)), Change(5, (2,))])
 
 
 def reporting(ranks_that_do: tuple[int, ...]) -> list[str]:
