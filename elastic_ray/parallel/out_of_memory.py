@@ -8,6 +8,8 @@ micro-batches. Errors in the user's own computations in between (a loss) are rai
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,21 +17,29 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from elastic_ray.consensus.intents import RanksDisagreeError
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from placement.text import count
 
+_TOLERANCE = 0.01  # of the largest value: what is computed in half precision depends on the batch by less
+_DIFFERS = (
+    "the model runs out of memory, and its output for a part of a batch differs from that for the whole batch: "
+    "evaluate with smaller batches"
+)
+
 
 def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequence[Tensor]) -> Any:
-    """Return an output of ``module`` for a step abandoned for lack of memory; it gives ``params`` zero gradients.
+    """Return an output of ``module`` for a step abandoned for lack of memory.
+
+    It gives zero gradients to ``params``, and to arguments that require gradients.
 
     Raises:
         torch.OutOfMemoryError: Not even a single sample fits, or the arguments cannot be split.
     """
     output = in_parts(module, args, kwargs, exact=False)
-    leaves, spec = tree_flatten(output)
-    ends = list(params) or [torch.zeros((), requires_grad=True)]
-    through: Callable[..., Tensor] = _Lost.apply
-    return tree_unflatten([through(each, *ends) if _is_real(each) else each for each in leaves], spec)
+    given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor) and each.requires_grad]
+    ends = [*params, *given] or [torch.zeros((), requires_grad=True)]
+    return _mapped(lambda column: _through(column[0], ends) if _is_real(column[0]) else column[0], [output])
 
 
 def in_parts(
@@ -38,8 +48,9 @@ def in_parts(
     """Return the output of ``module`` without an autograd graph, computed in halves of the batch, quarters, and so on.
 
     Args:
-        exact: If True, the output must equal the output for all samples at once, so scalar outputs such as a mean over
-            samples are refused. If False, scalar outputs are averaged over the parts.
+        exact: If True, the output must equal the output for all samples at once. Scalar outputs such as a mean over
+            samples are therefore refused, and outputs for two samples that differ from those for each of them alone.
+            If False, scalar outputs are averaged over the parts.
         agree: Called with the number of parts before ``module`` is called for them; a sharded model's ranks call it
             together.
 
@@ -48,24 +59,37 @@ def in_parts(
     """
     leaves, spec = tree_flatten((args, kwargs))
     samples = next((len(each) for each in leaves if isinstance(each, Tensor) and each.dim() > 0), 0)
-    size = samples
-    while size > 1:
-        size = -(-size // 2)
-        parts = [
-            [each[at : at + size] if _is_of(each, samples) else each for each in leaves]
-            for at in range(0, samples, size)
-        ]
+
+    def computed(sizes: Sequence[int]) -> list[Any]:
+        """Return the output for parts of these sizes, in a list; an empty list if memory runs out."""
         if agree is not None:
-            agree(len(parts))
+            agree(len(sizes))
+        outputs, at = list[Any](), 0
         try:
             with torch.no_grad():
-                outputs = [_called(module, tree_unflatten(part, spec)) for part in parts]
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+                for size in sizes:
+                    part = [each[at : at + size] if _is_of(each, samples) else each for each in leaves]
+                    outputs.append(_called(module, tree_unflatten(part, spec)))
+                    at += size
+        except (MemoryError, RuntimeError, ValueError, IndexError) as error:
+            if isinstance(error, RanksDisagreeError):
                 raise
+            if not is_out_of_memory(error):
+                raise torch.OutOfMemoryError(
+                    f"{type(module).__name__} runs out of memory with {samples} samples, and cannot be called for "
+                    f"{sizes[0]} of them: {error}"
+                ) from error
             let_go(error)
-        else:  # smaller parts would give nothing else
-            return _joined(outputs, [min(size, samples - at) for at in range(0, samples, size)], exact=exact)
+            return []
+        return [_joined(outputs, sizes, exact=exact)]
+
+    parts = 1
+    while parts < samples:
+        parts = -(-samples // -(-samples // (2 * parts)))  # of half the size, rounded up
+        if found := computed(_even(samples, parts)):  # smaller parts would give nothing else
+            if exact:
+                _check_alike(computed([2]), computed([1, 1]))
+            return found[0]
     raise torch.OutOfMemoryError(
         f"{type(module).__name__} runs out of memory with {count(samples, 'sample')}, and with fewer"
     )
@@ -76,12 +100,37 @@ def _called(module: torch.nn.Module, given: Any) -> Any:
     return module(*args, **kwargs)
 
 
+def _even(samples: int, parts: int) -> list[int]:
+    """Return the sizes of ``parts`` parts that differ by one at most, since BatchNorm needs two samples in each."""
+    least, more = divmod(samples, parts)
+    return [least + 1] * more + [least] * (parts - more)
+
+
 def _joined(outputs: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any:
     """Return the joined outputs of all parts."""
-    flat = [tree_flatten(each) for each in outputs]
-    return tree_unflatten(
-        [_join(column, sizes, exact=exact) for column in zip(*(leaves for leaves, _ in flat), strict=True)], flat[0][1]
-    )
+    try:
+        return _mapped(lambda column: _join(column, sizes, exact=exact), outputs)
+    except (RuntimeError, ValueError) as error:  # other shapes, as of samples padded to the longest of a part
+        if is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(_DIFFERS) from error
+
+
+def _mapped(function: Callable[[Sequence[Any]], Any], trees: Sequence[Any]) -> Any:
+    """Return a tree like each of ``trees``, with ``function`` of their leaves in each place, also in dataclasses."""
+    flat = [tree_flatten(each) for each in trees]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree_unflatten([_mapped_leaf(function, column) for column in columns], flat[0][1])
+
+
+def _mapped_leaf(function: Callable[[Sequence[Any]], Any], column: Sequence[Any]) -> Any:
+    if not dataclasses.is_dataclass(column[0]) or isinstance(column[0], type):
+        return function(column)
+    made = copy.copy(column[0])
+    for field in dataclasses.fields(made):
+        value = _mapped(function, [getattr(each, field.name) for each in column])
+        object.__setattr__(made, field.name, value)  # also of a frozen one
+    return made
 
 
 def _join(column: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any:
@@ -89,12 +138,34 @@ def _join(column: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any:
     if all(_is_of(each, size) for each, size in zip(column, sizes, strict=True)):
         return torch.cat(list(column))
     if exact and column[0] is not None:
-        raise torch.OutOfMemoryError(
-            "the model runs out of memory, and its output for a part of a batch differs from that for the whole "
-            "batch: evaluate with smaller batches"
-        )
+        raise torch.OutOfMemoryError(_DIFFERS)
     first = column[0]
     return torch.stack(list(column)).mean(0) if _is_real(first) and first.dim() == 0 else first
+
+
+def _check_alike(together: Sequence[Any], apart: Sequence[Any]) -> None:
+    """Raise OutOfMemoryError unless two samples have the same output at once and one by one, but for rounding."""
+    if not together or not apart:
+        raise torch.OutOfMemoryError(
+            "the model runs out of memory with two samples at once, so that nothing shows whether its output for a "
+            "part of a batch is the same: evaluate with batches of one sample"
+        )
+    different = list[bool]()
+    try:
+        _mapped(lambda column: different.append(not _is_close(*column)), [together[0], apart[0]])
+    except ValueError:  # not as many leaves
+        different.append(True)
+    if any(different):
+        raise torch.OutOfMemoryError(_DIFFERS)
+
+
+def _is_close(value: Any, other: Any) -> bool:
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+        return value is None and other is None
+    if value.shape != other.shape or not _is_real(value) or not value.numel():
+        return torch.equal(value, other)
+    largest = float(value.abs().nan_to_num(posinf=0.0).max())
+    return torch.allclose(value, other, rtol=_TOLERANCE, atol=_TOLERANCE * largest, equal_nan=True)
 
 
 def _is_of(value: Any, samples: int) -> bool:
@@ -106,18 +177,25 @@ def _is_real(value: Any) -> bool:
 
 
 class _Lost(torch.autograd.Function):
-    """Identity function on a tensor that gives some parameters zero gradients."""
+    """Identity function on a tensor that gives other tensors zero gradients."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, *params: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, *ends: Tensor) -> Tensor:
         """Return the tensor unchanged."""
-        ctx.save_for_backward(*params)
+        ctx.ends = ends
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return zeros that occupy no memory."""
-        return None, *(each.new_zeros(()).expand(each.shape) for each in ctx.saved_tensors)
+        """Return zeros that occupy no memory; those of a pass with ``create_graph=True`` have zero gradients again."""
+        zeros = [each.new_zeros(()).expand(each.shape) for each in ctx.ends]
+        return None, *([_through(each, ctx.ends) for each in zeros] if torch.is_grad_enabled() else zeros)
+
+
+def _through(output: Tensor, ends: Sequence[Tensor]) -> Tensor:
+    """Return ``output``, with zero gradients for ``ends``."""
+    found: Tensor = _Lost.apply(output, *ends)  # type: ignore[no-untyped-call]
+    return found
 
 
 def give_zero_gradients(params: Sequence[Tensor]) -> None:

@@ -329,11 +329,16 @@ class AdaptiveDataParallel(torch.nn.Module):
             raise ValueError(self._too_few(str(error))) from error
         except (MemoryError, RuntimeError) as error:
             trains = torch.is_grad_enabled()
-            lost = is_out_of_memory(error) and (self._lose_step() if trains else not self.module.training)
-            if not lost:
+            if not self._lacks_memory(error, trains=trains):
                 raise
             let_go(error)
         return self._forward_in_parts(trains, args, kwargs)  # with the failed one's frames gone
+
+    def _lacks_memory(self, error: BaseException, *, trains: bool) -> bool:
+        """True if parts of the batch replace a forward pass; it voids the step that it trains in."""
+        if not is_out_of_memory(error) or torch._C._current_graph_task_id() != -1:
+            return False  # a backward pass that has computed it again is lost as a whole
+        return self._lose_step() if trains else not self.module.training
 
     def _lose_step(self) -> bool:
         """Void the current step, which does not fit into memory; False if the error must be raised to the loop."""

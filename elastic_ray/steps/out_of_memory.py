@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import re
 import traceback
 
 import torch
+
+# Texts of plain errors: of CUDA outside torch's allocator (pinned memory, kernels, a driver call), also in an error of
+# torch.compile; of cuBLAS, cuDNN, cuSOLVER, cuSPARSE and cuFFT; of torch's CPU allocator; of C++.
+_TEXTS = re.compile(r"\b(CUDA|HIP|MPS)\b.*\bout of memory|_ALLOC_FAILED\b|can't allocate memory|std::bad_alloc")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True if the error means that an allocation in host or GPU memory failed."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    # torch's CPU allocator raises a plain RuntimeError
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None
 
 
 def let_go(error: BaseException) -> None:

@@ -387,12 +387,6 @@ _TORCH = (
         instead="its text",
     ),
     PrivateNames(
-        home="torch.utils._python_dispatch",
-        names=("TorchDispatchMode",),
-        why="operations of a forward pass are counted, and torch.compile takes no notice of it",
-        instead="FlopCounterMode, under which torch.compile gives up for good",
-    ),
-    PrivateNames(
         home="torch.utils._pytree",
         names=("tree_leaves", "tree_map_only"),
         why="tensors within arguments",

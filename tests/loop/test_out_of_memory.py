@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import elastic_ray as er
 from elastic_ray.adaptation import Policy, PolicyView, Request, SetBatch
 from elastic_ray.loop.api import current_session
 from elastic_ray.parallel.out_of_memory import in_parts
 from elastic_ray.run.current import set_session
+from elastic_ray.steps.out_of_memory import is_out_of_memory
 from tests.loop.changing import run_job
 from tests.loop.ranks import RankFailedError, Ranks
 
@@ -305,3 +308,159 @@ def test_what_cannot_be_smaller_is_raised() -> None:
     set_session(None)
     with pytest.raises(torch.OutOfMemoryError, match="with 8 samples"):
         trained("forward", 4, 16, adapt={"max_batch_size": 32, "local_bsz_bounds": (8, 32)})
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True),
+        (RuntimeError("backend='inductor' raised:\nOutOfMemoryError: CUDA out of memory. Tried to allocate"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (MemoryError(), True),
+        (RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"), False),
+        (RuntimeError("NCCL error: unhandled cuda error. Last error:\nCuda failure 'out of memory'"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("rank 1 runs out of memory in an evaluation, and calls model 0 for parts of its batch"), False),
+        (ValueError("CUDA out of memory"), False),
+    ],
+)
+def test_errors_that_mean_memory(error: Exception, is_memory: bool) -> None:
+    assert is_out_of_memory(error) == is_memory
+
+
+Step = Callable[[Any, Any, Tensor, Tensor], None]
+
+
+def stepped(net: Net, step: Step, batch_size: int = 32) -> tuple[int, int, int | None]:
+    """Refusals, steps and the bound, after an epoch of a loop that runs ``step``."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = er.AdaptiveDataParallel(net, optimizer, scaling_rule="none")
+    loader = er.AdaptiveDataLoader(rows(), batch_size=batch_size, seed=1)
+    for _ in er.remaining_epochs_until(1):
+        for x, y in loader:
+            optimizer.zero_grad()
+            step(model, optimizer, x, y)
+    progress = current_session().progress
+    return net.memory.refused, progress.steps, progress.memory_bound
+
+
+def penalised(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    """A step whose loss contains the gradient with respect to the data."""
+    x = x.clone().requires_grad_()
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    (slope.norm(dim=1) - 1).square().mean().backward()
+    optimizer.step()
+
+
+def recomputed(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    """A step whose backward pass calls the model once more."""
+    (checkpoint(model, x, use_reentrant=False) - y).square().mean().backward()
+    optimizer.step()
+
+
+def from_fields(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    """A step of a model with a dataclass for its output."""
+    (model(x).values - y).square().mean().backward()
+    optimizer.step()
+
+
+class Late(Allocator):
+    """Has no room for what a backward pass calls once more."""
+
+    def take(self, moment: str, samples: int) -> None:
+        """As the class says."""
+        if torch._C._current_graph_task_id() != -1:
+            super().take(moment, samples)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Of a model."""
+
+    values: Tensor
+    name: str = "output"
+
+
+class WithFields(Net):
+    """Gives a dataclass."""
+
+    def forward(self, x: Tensor) -> Any:
+        """As the class says."""
+        return Output(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "allocator", "step"),
+    [(Net, Allocator, penalised), (Net, Late, recomputed), (WithFields, Allocator, from_fields)],
+    ids=["gradient penalty", "checkpoint", "dataclass"],
+)
+def test_loops_get_what_they_ask_in_lost_steps(kind: type[Net], allocator: type[Allocator], step: Step) -> None:
+    refused, steps, bound = stepped(kind(allocator("forward", 20)), step)
+    assert refused > 0 and (steps, bound) == (3, 16)
+
+
+class Normed(Net):
+    """Normalises by its batch, of which it needs two samples."""
+
+    def __init__(self, memory: Allocator) -> None:
+        super().__init__(memory)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the class says."""
+        return super().forward(self.norm(x))
+
+
+def plain(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    """A step as any."""
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+
+
+def test_no_part_is_one_sample_where_two_fit() -> None:
+    _, steps, bound = stepped(Normed(Allocator("forward", 3)), plain, 10)
+    assert (steps, bound) == (10, 2), "parts of 10 samples in threes would leave one"
+
+
+def test_arguments_that_cannot_be_cut_are_named() -> None:
+    class Whole(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.reshape(32, WIDTH))
+
+    with pytest.raises(torch.OutOfMemoryError, match="Whole runs out of memory with 32 samples, and cannot be called"):
+        stepped(Whole(Allocator("forward", 20)), plain)
+
+
+class Similarity(nn.Module):
+    """Of each sample with each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the class says."""
+        return x @ x.T
+
+
+@pytest.mark.parametrize(
+    ("net", "x"),
+    [
+        (nn.LSTM(4, 5), torch.randn(12, 3, 4)),  # its first dimension is time
+        (nn.BatchNorm1d(3, track_running_stats=False), torch.randn(12, 3)),
+        (nn.Softmax(0), torch.randn(12, 3)),
+        (Similarity(), torch.randn(12, 3)),
+    ],
+    ids=["time first", "batch statistics", "softmax", "similarity"],
+)
+def test_an_evaluation_refuses_parts_that_differ(net: nn.Module, x: Tensor) -> None:
+    class Small(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            if len(x) > 6:
+                raise torch.OutOfMemoryError("out of memory")
+            return net(x)
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"differs from that for the whole batch|cannot be called for"):
+        in_parts(Small(), (x,), {}, exact=True)
