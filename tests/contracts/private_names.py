@@ -477,12 +477,6 @@ _TORCH = (
     ),
     PrivateNames(home="torch._ops:OpOverload", names=("_schema",), why="the name of an operation", instead="its text"),
     PrivateNames(
-        home="torch._ops:OpOverload",
-        names=("_overloadpacket",),
-        why="the operation whose formula counts its floating-point operations",
-        instead="FlopCounterMode, under which torch.compile gives up",
-    ),
-    PrivateNames(
         home="torch.utils._python_dispatch",
         names=("TorchDispatchMode",),
         why="a count of floating-point operations that leaves torch.compile alone; documented all the same",
