@@ -154,7 +154,7 @@ def torn_while_state_moves(port: int, rank: int) -> str:
 
         def wait_or_die(works: Any, batched: Any = ()) -> None:
             if batched:  # after a moment, so that some bytes are on their way
-                time.sleep(0.05)
+                time.sleep(0.05)  # some, and not all
                 os.kill(os.getpid(), signal.SIGKILL)
             wait(works)
 
