@@ -98,6 +98,7 @@ def run(program: Program, folder: Path, until_s: float, saying: threading.Lock) 
     if left_s > 10.0 + (END_S if program.told else 0.0):
         told = ("--seconds", f"{left_s - END_S:.0f}") if program.told else ()
         env = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "2", "PYTHONPATH": pythonpath()}
+        env["PYTHONWARNINGS"] = "ignore:'tests.gpu:RuntimeWarning"  # of each process that a program starts
         with file.open("w") as out:
             process = subprocess.Popen(
                 [PYTHON, *program.arguments, *told],

@@ -153,8 +153,8 @@ def torn_while_state_moves(port: int, rank: int) -> str:
         wait = group.wait_all
 
         def wait_or_die(works: Any, batched: Any = ()) -> None:
-            if batched:
-                time.sleep(0.05)  # some bytes are on their way
+            if batched:  # after a moment, so that some bytes are on their way
+                time.sleep(0.05)  # some, and not all
                 os.kill(os.getpid(), signal.SIGKILL)
             wait(works)
 

@@ -116,7 +116,7 @@ def test_a_group_is_left_when_no_rank_uses_it(monkeypatch: pytest.MonkeyPatch) -
     def slow(engine: GradientEngine, stays: Sequence[bool]) -> None:
         hand_over(engine, stays)
         worker = current_session().worker
-        time.sleep(0.5 * (worker == "w2"))  # the others would leave meanwhile
+        time.sleep(0.5 * (worker == "w2"))  # the other one would leave meanwhile
         ended.append(worker)
 
     def noting(membership: WorkerMembership, generation: int) -> Any:
@@ -154,7 +154,7 @@ def test_a_state_is_sent_when_its_receiver_is_there(monkeypatch: pytest.MonkeyPa
         if communicator.rank == 0:
             send_state(communicator, 1, {"x": {"w": torch.ones(3)}})
             return 3.0
-        time.sleep(0.3)  # the sender would have begun
+        time.sleep(0.3)  # the sender would begin meanwhile
         there.set()
         trees, _ = receive_state(communicator, 0, lambda key: None)
         return float(trees["x"]["w"].sum())

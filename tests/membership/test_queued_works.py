@@ -163,7 +163,7 @@ def test_a_cancelled_batch_ends_before_the_abort() -> None:
     def send_in_vain() -> None:
         with communicator.batch():
             communicator.void()
-            time.sleep(0.2)  # an abort that does not wait would come before the batch's end
+            time.sleep(0.2)  # the abort would begin meanwhile
             communicator.send(torch.zeros(1), 1)
 
     with pytest.raises(CommunicationFailedError, match="called off"):

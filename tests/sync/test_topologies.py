@@ -154,6 +154,29 @@ def test_ranks_of_a_real_group_hold_equal_bits(topology: str, dtype: torch.dtype
     assert sum(sent for *_, sent in results) == 2 * elements * dtype.itemsize
 
 
+@pytest.mark.parametrize("topology", list(SCHEDULES))
+def test_rounds_of_gpus_give_the_bits_of_cpus(monkeypatch: pytest.MonkeyPatch, topology: str) -> None:
+    """On GPUs each round is one all_to_all, which a CPU can make as well."""
+
+    def work(communicator: Communicator) -> torch.Tensor:
+        params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((7, 5), (3,))]
+        bucket, operation = Bucket(0, 0, params, 0), make_operation(plan(topology, TWO_NODES))
+        with torch.no_grad():
+            bucket.flat.copy_(own(communicator.rank))
+            works, finished = operation.launch(bucket, communicator.gradients), 1
+            while works:
+                for each in works:
+                    communicator.wait(each)
+                works = operation.next_round(bucket, communicator.gradients, finished)
+                finished += 1
+        return bucket.flat.clone()
+
+    cpu = on_ranks(len(TWO_NODES), work)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    for found, wanted in zip(on_ranks(len(TWO_NODES), work), cpu, strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_sums_under_way_at_once_do_not_mix() -> None:
     """Buckets of several models, or of several topologies, may have one number, or other numbers of rounds."""
     names = ("ring", "star", "ring", "two_level")
