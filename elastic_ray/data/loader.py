@@ -611,7 +611,7 @@ class AdaptiveDataLoader(ResumableLoader):
         weights = run.gpu_types.weights(run.stragglers.weights)
         if weights is None:
             return None
-        least = 1 if self._limits.fixed else self._limits.lower
+        least = self._limits.least
         bounds = [each for each in (self._limits.upper, run.states.progress.memory_bound) if each is not None]
         most, parts = min(bounds, default=None), self._shard_of_unit[1]  # shares count a sample of each shard as one
         least = -(-least // parts)

@@ -205,7 +205,7 @@ class Run:
         if self.ledger.failed or self.agreed.ran_out:
             return True
         most = max(step.sizes[self.group.rank])
-        least = 1 if info.limits.fixed else info.limits.lower
+        least = self.least_samples
         if most <= least or most > step.equal_bsz:
             return False
         together = not (self.registry.meets_in_passes or self.registry.drifts or self.ledger.reduced)
@@ -217,16 +217,22 @@ class Run:
         if not self.elastic:
             return False
         # The others are, or will be, in collectives that this rank cannot take part in: the group is formed anew.
-        self.progress.bound_memory(most)
+        self.progress.bound_memory(most, least)
         cause = f"{RAN_OUT} with {most} samples at once; the local bound is now {self.progress.memory_bound}"
         self.ledger.fail(cause)
         self.controller.notify(EventKind.OUT_OF_MEMORY.value, cause, {"memory_bound": self.progress.memory_bound})
         return True
 
+    @property
+    def least_samples(self) -> int:
+        """Fewest samples that a worker may process at once if memory is short: the loader's, two with BatchNorm."""
+        info = self.registry.loaders.info
+        return max(self.registry.least_share, 1 if info is None else info.limits.least)
+
     def bound_memory(self, step: LoaderStep) -> None:
         """Limit the samples per forward pass on all ranks, after ``step`` exceeded a worker's memory."""
         failed, progress, info = max(map(max, step.sizes)), self.states.progress, self.registry.loaders.info
-        progress.bound_memory(failed)
+        progress.bound_memory(failed, self.least_samples)
         assert info is not None and progress.memory_bound is not None, "the loader leads"
         cut = bounded(info.limits, step.shape, progress.memory_bound)
         before, now = step.shape.batch_size(self.group.world_size), cut.batch_size(self.group.world_size)

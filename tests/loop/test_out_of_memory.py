@@ -426,6 +426,9 @@ def plain(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
 def test_no_part_is_one_sample_where_two_fit() -> None:
     _, steps, bound = stepped(Normed(Allocator("forward", 3)), plain, 10)
     assert (steps, bound) == (10, 2), "parts of 10 samples in threes would leave one"
+    set_session(None)
+    with pytest.raises(torch.OutOfMemoryError):
+        stepped(Normed(Allocator("forward", 1)), plain, 2)
 
 
 def test_arguments_that_cannot_be_cut_are_named() -> None:
@@ -435,6 +438,12 @@ def test_arguments_that_cannot_be_cut_are_named() -> None:
 
     with pytest.raises(torch.OutOfMemoryError, match="Whole runs out of memory with 32 samples, and cannot be called"):
         stepped(Whole(Allocator("forward", 20)), plain)
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_the_bound_stays_at_the_minimum(accumulates: bool) -> None:
+    adapt = {"max_batch_size": 64, "local_bsz_bounds": (5, 16), "gradient_accumulation": accumulates}
+    assert trained("forward", 6, 16, adapt=adapt)[3:] == (5, 2 * SAMPLES)
 
 
 class Similarity(nn.Module):
