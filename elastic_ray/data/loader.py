@@ -334,9 +334,8 @@ class AdaptiveDataLoader(ResumableLoader):
         session, limits = self._session, self._limits
         if self._given.whole_batches:
             return BatchChoice(atomic_bsz=limits.init_batch_size)
-        if not self._leads:
-            return cut_within(limits, limits.init_batch_size, session.group.world_size)
-        shape = session.states.shape or cut_within(limits, limits.init_batch_size, session.group.world_size)
+        shape = session.states.shape if self._leads else None
+        shape = shape or cut_within(limits, limits.init_batch_size, session.group.world_size)
         return bounded(limits, shape, session.states.progress.memory_bound)
 
     @property
