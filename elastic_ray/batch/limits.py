@@ -101,6 +101,11 @@ class BatchLimits:
         return (self.local_bsz_bounds[0] if self.local_bsz_bounds else None) or 1
 
     @property
+    def least(self) -> int:
+        """Smallest number of samples per worker and micro-step where memory is short; a fixed batch is cut freely."""
+        return 1 if self.fixed else self.lower
+
+    @property
     def upper(self) -> int | None:
         """Largest number of samples per worker and micro-step; None if unbounded."""
         return self.local_bsz_bounds[1] if self.local_bsz_bounds else None
@@ -168,15 +173,17 @@ def bounded(limits: BatchLimits, cut: BatchChoice, bound: int | None) -> BatchCh
     """Return the division ``cut``, changed so that a worker processes at most ``bound`` samples at once.
 
     ``bound`` is the number of samples that fit into memory; None means no bound. If the batch is fixed or accumulation
-    is allowed, more and smaller micro-steps keep the batch size. Otherwise, the batch shrinks.
+    is allowed, more and smaller micro-steps keep the batch size. Otherwise, the batch shrinks. No micro-step has fewer
+    samples than the limits allow; the batch grows if necessary, as in :func:`split`.
     """
-    if bound is None or cut.atomic_bsz <= bound:
+    if bound is None or cut.atomic_bsz <= max(bound, limits.least):
         return cut
+    bound = max(bound, limits.least)
     if not (limits.fixed or limits.gradient_accumulation):
         return BatchChoice(atomic_bsz=bound)
     share = cut.atomic_bsz * (cut.accum_steps + 1)
     k = -(-share // bound)
-    return BatchChoice(atomic_bsz=-(-share // k), accum_steps=k - 1)
+    return BatchChoice(atomic_bsz=max(-(-share // k), limits.least), accum_steps=k - 1)
 
 
 def _positive(name: str, value: Any) -> None:

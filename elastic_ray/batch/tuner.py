@@ -224,7 +224,7 @@ class BatchTuner:
 
         Raises BatchDoesNotFitError if the failing batch was the smallest allowed.
         """
-        lower = 1 if self.limits.fixed else self.limits.lower
+        lower = self.limits.least
         failed = f"a worker ran out of memory with {count(atomic_bsz, 'sample')}"
         if atomic_bsz <= lower:
             raise BatchDoesNotFitError(
@@ -242,8 +242,10 @@ class BatchTuner:
     def limit_local(self, bound: int | None) -> bool:
         """Lower the bound on samples per worker and micro-step to ``bound``; return True if this lowered it.
 
-        A ``bound`` that is None or not below the existing bound has no effect.
+        A ``bound`` that is None or not below the existing bound has no effect. A bound below the smallest local batch
+        allowed, of a run that began with other limits, counts as that batch.
         """
+        bound = None if bound is None else max(bound, self.limits.least)
         if bound is None or (self.upper is not None and self.upper <= bound):
             return False
         self.upper = bound

@@ -69,6 +69,7 @@ def _survive(name: str, look: Callable[[], Check]) -> Check:
 def check_versions() -> Check:
     """Check that the installed package's requirements are met."""
     from packaging.requirements import Requirement
+    from packaging.version import InvalidVersion, Version
 
     try:
         required = importlib.metadata.requires(_PACKAGE) or []
@@ -80,11 +81,15 @@ def check_versions() -> Check:
             continue
         try:
             version = importlib.metadata.version(requirement.name)
+            release = Version(version).base_version  # of a vendor's build, such as torch 2.9.0a0+nv25.10
         except importlib.metadata.PackageNotFoundError:
             wrong.append(f"{requirement.name} is missing")
             continue
+        except (InvalidVersion, TypeError):  # None without metadata in its folder
+            wrong.append(f"{requirement.name} must be {requirement.specifier}, but has no version")
+            continue
         found.append(f"{requirement.name} {version}")
-        if not requirement.specifier.contains(version, prereleases=True):
+        if not requirement.specifier.contains(release, prereleases=True):
             wrong.append(f"{requirement.name} must be {requirement.specifier}, but is {version}")
     if wrong:
         return Check("versions", "fail", f"{'; '.join(wrong)}: pip install -U {_PACKAGE}")

@@ -341,9 +341,8 @@ class AdaptiveDataLoader(ShownArguments, ResumableLoader):
         session, limits = self._session, self._limits
         if self._given.whole_batches:
             return BatchChoice(atomic_bsz=limits.init_batch_size)
-        if not self._leads:
-            return cut_within(limits, limits.init_batch_size, session.group.world_size)
-        shape = session.states.shape or cut_within(limits, limits.init_batch_size, session.group.world_size)
+        shape = session.states.shape if self._leads else None
+        shape = shape or cut_within(limits, limits.init_batch_size, session.group.world_size)
         return bounded(limits, shape, session.states.progress.memory_bound)
 
     @property
@@ -613,7 +612,7 @@ class AdaptiveDataLoader(ShownArguments, ResumableLoader):
         weights = run.gpu_types.weights(run.stragglers.weights)
         if weights is None:
             return None
-        least = 1 if self._limits.fixed else self._limits.lower
+        least = self._limits.least
         bounds = [each for each in (self._limits.upper, run.states.progress.memory_bound) if each is not None]
         most, parts = min(bounds, default=None), self._shard_of_unit[1]  # shares count a sample of each shard as one
         least = -(-least // parts)

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
+from packaging.version import InvalidVersion, Version
+
 logger = logging.getLogger(__name__)
 
 TESTED = {"transformers": "5.24", "accelerate": "1.15", "lightning": "2.6"}
@@ -28,13 +30,16 @@ def check_overridden(library: str, extra: str, names: Mapping[type, Iterable[str
 
 
 def is_newer(version: str, tested: str) -> bool:
-    """True if ``version`` belongs to a later minor release than ``tested``."""
-    numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
-    return len(numbers) == 2 and numbers > [int(part) for part in tested.split(".")]
+    """True if ``version``, or the release that it comes before, is of a later minor release than ``tested``."""
+    try:
+        return Version(version).release[:2] > Version(tested).release[:2]
+    except InvalidVersion:
+        return False
 
 
 def _version(library: str) -> str:
     try:
-        return version(library)
+        found: str | None = version(library)  # None without metadata in its folder
     except PackageNotFoundError:
-        return "of an unknown version"
+        found = None
+    return found or "of an unknown version"

@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elastic_ray.batch.limits import BatchChoice, bounded
+from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded
 from elastic_ray.batch.reports import ModelInfo
 from elastic_ray.communication.connections import NoGroup
 from elastic_ray.communication.ended_work import BACKEND
@@ -201,12 +201,12 @@ class Run:
         step, info = self.ledger.outermost, self.registry.loaders.info
         if self.unit is not None:
             return False  # the others of the unit wait for this worker in collectives of the user's code
-        if step is None or info is None or not step.leads or self.ledger.step is not step:
+        if step is None or info is None or step.whole or self.ledger.step is not step:
             return False
         if self.ledger.failed or self.agreed.ran_out:
             return True
         most = max(step.sizes[self.group.rank])
-        least = 1 if info.limits.fixed else info.limits.lower
+        least = self.least_samples(step)
         if most <= least or most > step.equal_bsz:
             return False
         together = not (self.registry.meets_in_passes or self.registry.drifts or self.ledger.reduced)
@@ -218,21 +218,27 @@ class Run:
         if not self.elastic:
             return False
         # The others are, or will be, in collectives that this rank cannot take part in: the group is formed anew.
-        self.progress.bound_memory(most)
+        self.progress.bound_memory(most, least)
         cause = f"{RAN_OUT} with {count(most, 'sample')} at once; the local bound is now {self.progress.memory_bound}"
         self.ledger.fail(cause)
         self.controller.notify(EventKind.OUT_OF_MEMORY.value, cause, {"memory_bound": self.progress.memory_bound})
         return True
 
+    def least_samples(self, step: LoaderStep | None = None) -> int:
+        """Fewest samples that a worker may process at once if memory is short: the loader's, two with BatchNorm."""
+        info = self.registry.loaders.info if step is None or step.leads else None  # others' batches are fixed
+        return max(self.registry.least_share, 1 if info is None else info.limits.least)
+
     def bound_memory(self, step: LoaderStep) -> None:
         """Limit the samples per forward pass on all ranks, after ``step`` exceeded a worker's memory."""
         failed, progress, info = max(map(max, step.sizes)), self.states.progress, self.registry.loaders.info
-        progress.bound_memory(failed)
+        progress.bound_memory(failed, self.least_samples(step))
         assert info is not None and progress.memory_bound is not None, "the loader leads"
-        cut = bounded(info.limits, step.shape, progress.memory_bound)
+        limits = info.limits if step.leads else BatchLimits(init_batch_size=step.init_batch_size)
+        cut = bounded(limits, step.shape, progress.memory_bound)
         before, now = step.shape.batch_size(self.group.world_size), cut.batch_size(self.group.world_size)
         way = f"steps have {cut.accum_steps + 1} micro-batches now"
-        if now < before and not info.limits.fixed:
+        if now < before and not limits.fixed:
             way = f"the batch falls from {before} to {now}, which gradient_accumulation=True would keep"
         self.shape_changes += 1
         self.registry.call(HookPoint.SHAPE_CHANGED)

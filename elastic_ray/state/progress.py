@@ -215,13 +215,14 @@ class RunProgress:
         self.reports = max(self.reports, agreed) + 1
         return self.reports
 
-    def bound_memory(self, failed: int) -> None:
+    def bound_memory(self, failed: int, least: int = 1) -> None:
         """Bound the samples processed at once, after a worker ran out of memory with ``failed`` samples.
 
-        The bound is half of ``failed`` or, if larger, the largest number known to fit, if at most 90 % of ``failed``.
+        The bound is half of ``failed`` or, if larger, ``least``, or the largest number known to fit, if at most 90 % of
+        ``failed``.
         """
         fits = self.fits if self.fits <= 0.9 * failed else 0
-        self.limit_memory(max(1, failed // 2, fits))
+        self.limit_memory(max(least, failed // 2, fits))
 
     def limit_memory(self, bound: int | None) -> None:
         """Lower the bound on the samples that any worker processes at once to ``bound``; None changes nothing."""

@@ -298,7 +298,7 @@ class Worker:
             starts_over = is_out_of_memory(error) and session.atomic_bsz > 0 and session.synced and self._unit is None
             whole, atomic_bsz, more = not session.ledger.updating, session.atomic_bsz, session.takes_more
             if starts_over and not more:
-                session.progress.bound_memory(atomic_bsz)
+                session.progress.bound_memory(atomic_bsz, session.run.least_samples())
             kept = session.keep_state() if starts_over else None
             if kept is None and not starts_over:
                 raised = seal_error(error, rank=session.group.rank_info.rank, node=self._host)

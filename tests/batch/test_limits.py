@@ -64,6 +64,8 @@ def test_largest_batch_leaves_each_worker_its_least(
         ({}, 29, (20, 2)),
         ({"max_batch_size": 100}, 20, (20, 0)),
         ({"max_batch_size": 100, "gradient_accumulation": True}, 25, (20, 2)),
+        ({"max_batch_size": 100, "gradient_accumulation": True, "local_bsz_bounds": (18, 40)}, 4, (18, 3)),
+        ({"max_batch_size": 100, "local_bsz_bounds": (18, 60)}, 4, (18, 0)),
     ],
 )
 def test_a_memory_bound_keeps_the_batch_if_allowed(options: dict, bound: int | None, cut: tuple[int, int]) -> None:

@@ -319,6 +319,12 @@ def test_out_of_memory_without_accumulation_lowers_the_batch() -> None:
     assert not tuner.decide(1, 1, choice(32)).changed
 
 
+def test_a_bound_below_the_minimum_counts_as_it() -> None:
+    tuner = tuner_at(choice(64), limits=BatchLimits(init_batch_size=64, max_batch_size=256, local_bsz_bounds=(20, 64)))
+    assert tuner.limit_local(4) and not tuner.limit_local(3)
+    assert tuner.decide(1, 1, choice(64)).choice == choice(20)
+
+
 def test_out_of_memory_keeps_a_fixed_batch_by_accumulating() -> None:
     tuner = BatchTuner(BatchLimits(init_batch_size=64))
     tuner.out_of_memory(64)

@@ -40,6 +40,23 @@ def test_nodes_with_other_versions_are_named() -> None:
     assert "Python" not in found.detail
 
 
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [("2.9.0+cu130", "ok"), ("2.9.0a0+145a3a7.nv25.10", "ok"), ("2.16.0.dev20261128", "ok"), ("2.8.1", "fail")],
+)
+def test_builds_count_as_their_release(monkeypatch: pytest.MonkeyPatch, version: str, state: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["torch>=2.9"])
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    assert checks.check_versions().state == state
+
+
+@pytest.mark.parametrize("version", [None, "unknown"])
+def test_packages_without_a_version_are_named(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["torch>=2.9"])
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    assert "torch must be >=2.9, but has no version" in checks.check_versions().detail
+
+
 def test_storage_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert checks.check_storage(str(tmp_path), nodes=1).state == "ok"
     shared = checks.check_storage(str(tmp_path), nodes=2)

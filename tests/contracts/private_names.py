@@ -392,6 +392,15 @@ _TORCH = (
         why="tensors within arguments",
         instead="torch.utils.pytree, where a release has it",
     ),
+    *(
+        PrivateNames(home=home, names=(name,), why="fully_shard is refused where it has moved", instead="-")
+        for home, name in (
+            ("torch", "_prims_common"),
+            ("torch._C", "_distributed_c10d"),
+            ("torch.distributed.fsdp._fully_shard", "_fsdp_common"),
+            ("torch.distributed.tensor", "_dtensor_spec"),
+        )
+    ),
     PrivateNames(
         home="torch._prims_common",
         names=("make_contiguous_strides_for",),

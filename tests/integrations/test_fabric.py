@@ -163,6 +163,23 @@ def test_what_cannot_be_kept_is_refused() -> None:
         fabric.all_reduce(torch.ones(1), reduce_op="median")
 
 
+@pytest.mark.parametrize(
+    ("version", "is_newer"),
+    [("2.6.6+cu", False), ("2.7.0", True), ("2.7rc1", True), ("2.7.0.dev1", True), ("3", True), ("of none", False)],
+)
+def test_newer_versions_are_named(version: str, is_newer: bool) -> None:
+    from elastic_ray.integrations import overridden
+
+    assert overridden.is_newer(version, "2.6") == is_newer
+
+
+def test_libraries_without_metadata_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from elastic_ray.integrations import overridden
+
+    monkeypatch.setattr(overridden, "version", lambda _: None)
+    overridden.check_overridden("lightning", "lightning", {fabric_module.Fabric: ["launch"]})
+
+
 def test_version_without_what_we_override_is_said_by_name() -> None:
     from elastic_ray.integrations.overridden import check_overridden
 

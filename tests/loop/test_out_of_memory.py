@@ -426,6 +426,9 @@ def plain(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
 def test_no_part_is_one_sample_where_two_fit() -> None:
     _, steps, bound = stepped(Normed(Allocator("forward", 3)), plain, 10)
     assert (steps, bound) == (10, 2), "parts of 10 samples in threes would leave one"
+    set_session(None)
+    with pytest.raises(torch.OutOfMemoryError):
+        stepped(Normed(Allocator("forward", 1)), plain, 2)
 
 
 def test_arguments_that_cannot_be_cut_are_named() -> None:
@@ -435,6 +438,38 @@ def test_arguments_that_cannot_be_cut_are_named() -> None:
 
     with pytest.raises(torch.OutOfMemoryError, match="Whole runs out of memory with 32 samples, and cannot be called"):
         stepped(Whole(Allocator("forward", 20)), plain)
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_the_bound_stays_at_the_minimum(accumulates: bool) -> None:
+    adapt = {"max_batch_size": 64, "local_bsz_bounds": (5, 16), "gradient_accumulation": accumulates}
+    assert trained("forward", 6, 16, adapt=adapt)[3:] == (5, 2 * SAMPLES)
+
+
+def trained_by_two_loaders(room: int, rank: int | None = None) -> tuple[list[float], int, int, int | None]:
+    """What the model gives after steps of two loaders, of which the first leads; refusals, steps and the bound."""
+    memory = Allocator("forward", room, rank)
+    net = Net(memory)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = er.AdaptiveDataParallel(net, optimizer, scaling_rule="none")
+    loaders = [er.AdaptiveDataLoader(rows(), batch_size=size, seed=1) for size in (8, 32)]
+    for _ in er.remaining_epochs_until(1):
+        for loader in loaders:
+            for x, y in loader:
+                optimizer.zero_grad()
+                plain(model, optimizer, x, y)
+    progress, refused, memory.room = current_session().progress, memory.refused, SAMPLES
+    model.eval()
+    with torch.no_grad():
+        outputs = model(rows().tensors[0])
+    return outputs.flatten().tolist(), refused, progress.steps, progress.memory_bound
+
+
+def test_steps_of_every_loader_are_drawn_again(ranks: Ranks) -> None:
+    calm = trained_by_two_loaders(SAMPLES)
+    set_session(None)
+    for found in (trained_by_two_loaders(9), *ranks.run(trained_by_two_loaders, 9, 1, world=2)):
+        assert found[2:] == (15, 8) and found[0] == pytest.approx(calm[0], abs=1e-5)
 
 
 class Similarity(nn.Module):

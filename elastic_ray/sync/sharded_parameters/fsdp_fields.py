@@ -9,22 +9,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.sharded_parameters.process_group import mesh_of_one
 
+# Imported where they are used: all else must work with a torch that has moved them.
+_NAMES = {
+    "torch._C._distributed_c10d": (
+        *("_register_process_group", "_resolve_process_group", "_unregister_process_group"),
+    ),
+    "torch._prims_common": ("make_contiguous_strides_for",),
+    "torch.distributed.fsdp._fully_shard._fsdp_common": ("FSDPMeshInfo", "TrainingState"),
+    "torch.distributed.tensor._dtensor_spec": ("DTensorSpec",),
+}
 _STATE = ("_state_ctx", "_is_root", "_training_state")
 _GROUPS = "_fsdp_param_groups", "_fsdp_param_group"  # up to torch 2.11 a module has one group, or none
 _CONTEXT = ("post_backward_final_callback_queued", "iter_forward_root")
@@ -120,10 +128,23 @@ def _missing_fields() -> tuple[str, ...]:
     """Return the private fields missing from a small sharded module, with the names of their classes."""
     if "_rank" not in inspect.signature(DeviceMesh).parameters:
         return ("DeviceMesh(_rank=)",)
+    if missing := tuple(_moved_names()):
+        return missing
     dispatcher: Any = DTensor._op_dispatcher
     probe = nn.Linear(2, 2, bias=False)
     torch_fully_shard(probe, mesh=mesh_of_one("cpu"))
     return *_lacking(dispatcher, _DISPATCHER), *missing_fields(probe)
+
+
+def _moved_names() -> Iterator[str]:
+    """Yield each private module of torch that cannot be imported, and the names that the others lack."""
+    for home, names in _NAMES.items():
+        try:
+            module = importlib.import_module(home)
+        except ImportError:
+            yield home
+        else:
+            yield from (f"{home}.{name}" for name in names if not hasattr(module, name))
 
 
 def missing_fields(module: nn.Module) -> tuple[str, ...]:
@@ -321,6 +342,8 @@ def _reset(root: Any) -> None:
     if hasattr(root, "_reset_iter_state"):  # from torch 2.13 on
         root._reset_iter_state()
         return
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
     stream, pending = root._device_handle.current_stream(), root._comm_ctx
     for each in (pending.all_gather_state, pending.reduce_scatter_state):
         if each is not None and each.event is not None:
@@ -400,6 +423,7 @@ def adopt(module: nn.Module, mesh: DeviceMesh, shards: Sequence[tuple[ShardedPar
 
 def _swap(param: ShardedParam, info: Any, memory: Tensor, rows: Tensor) -> None:
     """Replace the mesh and the shard of one parameter."""
+    from torch._prims_common import make_contiguous_strides_for
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     field = param.field

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -113,6 +112,8 @@ def _registered(name: str, make: Callable[[], Any]) -> Any:
 
     Meshes of a single rank on two devices share the group.
     """
+    from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
+
     try:
         return _resolve_process_group(name)  # type: ignore[arg-type]
     except RuntimeError:
@@ -123,6 +124,8 @@ def _registered(name: str, make: Callable[[], Any]) -> Any:
 
 def discard_mesh(mesh: DeviceMesh) -> None:
     """Unregister a mesh that is no longer used by any tensor."""
+    from torch._C._distributed_c10d import _unregister_process_group
+
     for name in mesh._dim_group_names:
         _unregister_process_group(name)
 

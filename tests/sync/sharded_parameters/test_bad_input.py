@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -215,6 +217,32 @@ def test_a_torch_whose_fields_have_moved_is_named(monkeypatch: pytest.MonkeyPatc
     finally:
         monkeypatch.undo()
         fsdp_fields._missing_fields.cache_clear()
+
+
+_MOVED = """
+import sys, torch, torch.distributed.fsdp
+sys.modules["torch.distributed.fsdp._fully_shard._fsdp_common"] = None
+import elastic_ray as er
+for strategy in ("all_reduce", "zero1"):
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = er.AdaptiveDataParallel(net, optimizer, strategy=strategy)
+    loader = er.AdaptiveDataLoader([torch.ones(2)] * 4, batch_size=2)
+    for _ in er.remaining_epochs_until(1):
+        for x in loader:
+            model(x).sum().backward()
+            optimizer.step()
+try:
+    er.fully_shard(torch.nn.Linear(2, 2))
+except RuntimeError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_torch_without_private_modules_trains_unsharded() -> None:
+    run = subprocess.run([sys.executable, "-c", _MOVED], capture_output=True, text=True, timeout=120, check=False)
+    assert run.stdout.startswith("UnknownTorchError"), run.stderr
+    assert "there is no torch.distributed.fsdp._fully_shard._fsdp_common. Install" in run.stdout
 
 
 class _Branching(Net):
