@@ -496,7 +496,7 @@ def test_a_change_of_the_group_is_a_check() -> None:
         run_job(train, [Change(5, (1, 2, 3))], first=(1, 2))
 
 
-def test_a_joiner_that_counts_for_itself_is_found_at_once() -> None:
+def test_joiner_that_counts_for_itself_is_found_at_once() -> None:
     def train() -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

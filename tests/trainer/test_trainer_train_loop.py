@@ -139,7 +139,7 @@ def test_a_packages_lacking_part_is_told_as_python_does() -> None:
         call(pack(train, None))
 
 
-def test_a_signal_s_handler_is_refused_with_the_way_out() -> None:
+def test_signal_handlers_are_refused_with_the_way_out() -> None:
     def train() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
