@@ -185,6 +185,12 @@ def test_a_scheduler_must_be_handed_over() -> None:
         next(iter(er.remaining_epochs_until(1)))
 
 
+def test_a_model_is_converted_before_it_is_wrapped() -> None:
+    er.AdaptiveDataParallel(*parts()).double()
+    with pytest.raises(ValueError, match=r"weight \(float64 on cpu\), bias .*another dtype.* wrap last"):
+        next(iter(er.remaining_epochs_until(1)))
+
+
 def test_a_loop_may_keep_its_first_rates_itself() -> None:
     model, optimizer = parts()
     for group in optimizer.param_groups:
