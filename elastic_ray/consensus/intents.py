@@ -46,6 +46,11 @@ _SAME_CALLS = (
     "follow from numbers that all ranks share, such as an Accumulator's sums or get_context().get_global_step(), not "
     "from a rank's own samples, rank, clock or count"
 )
+_UNLIKE_SHARES = (
+    ". If tensors have a row for each sample: ranks have unlike shares of a batch that their number does not divide. "
+    "Pad the tensors to one shape, exchange them with elastic_ray.all_gather(), or choose batch sizes and numbers of "
+    "workers that divide (SchedulingConfig(sizes=), drop_last=True)"
+)
 _STEPPED = "which parameters have a gradient, and learning rates"
 
 
@@ -163,6 +168,8 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
             ". Layouts differ with the strategy, which every rank must set alike, in the same step, "
             "with its options, and with the parameters that are trainable"
         )
+    if _exchange_unlike_shapes(codes, strategies):
+        told += _UNLIKE_SHARES
     return (
         f"the ranks do different things in step {min(loader_steps)} (steps of all loaders counted), so that their "
         f"collectives cannot be matched: {told}. {_SAME_CALLS}"
@@ -223,6 +230,13 @@ def joined_by_idle(codes: Sequence[int]) -> Announced | None:
         case _:
             joins = found.intent is Intent.GATHER
     return found if joins else None
+
+
+def _exchange_unlike_shapes(codes: Sequence[int], calls: Sequence[str]) -> bool:
+    """True if all ranks make the same collective of user code within a step, with tensors of different shapes."""
+    known = [Announced.from_code(code) for code in codes if code]
+    within = len(known) == len(codes) and {(each.intent, each.index) for each in known} == {(Intent.COLLECTIVE, 0)}
+    return within and len(set(calls)) > 1 and len({call.partition("(")[0] for call in calls}) == 1
 
 
 def layouts_differ(codes: Sequence[int]) -> bool:

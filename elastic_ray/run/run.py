@@ -455,8 +455,9 @@ class OptimizerWatch:
             text = (
                 f"{name} steps parameters that AdaptiveDataParallel does not know, in a job of up to {most} workers: "
                 "each trains a copy of its own on its own share of the samples, and workers that join later get none. "
-                "Wrap the model: model = elastic_ray.AdaptiveDataParallel(model, optimizer). For a model that is each "
-                "worker's own, make the optimizer within the epochs (a copy does not count)"
+                "Wrap the model: model = elastic_ray.AdaptiveDataParallel(model, optimizer); a tensor without a model, "
+                "such as a temperature, as torch.nn.ParameterList([tensor]). For a model that is each worker's own, "
+                "make the optimizer within the epochs (a copy does not count)"
             )
         if not allowed:
             raise RuntimeError(text)

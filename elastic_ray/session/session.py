@@ -265,7 +265,8 @@ class Session:
             if self.elastic and not self.in_epochs:
                 raise RuntimeError(
                     "an AdaptiveDataLoader must be iterated inside `for epoch in "
-                    "elastic_ray.remaining_epochs_until(n):`, so that workers who join later start in the right epoch"
+                    "elastic_ray.remaining_epochs_until(n):`, so that workers who join later start in the right epoch. "
+                    "For a look at a batch before that, use torch's DataLoader"
                 )
             self.sync_point()
         return self.passes.enter()

@@ -127,7 +127,7 @@ def elastic_session() -> None:
 def test_an_elastic_loop_needs_its_epochs() -> None:
     elastic_session()
     loader = er.AdaptiveDataLoader(numbers(4), batch_size=2)
-    with pytest.raises(RuntimeError, match=r"inside `for epoch in elastic_ray\.remaining_epochs_until"):
+    with pytest.raises(RuntimeError, match=r"inside `for epoch in elastic_ray\.remaining_.*torch's DataLoader"):
         next(iter(loader))
 
 
@@ -182,6 +182,12 @@ def test_a_scheduler_must_be_handed_over() -> None:
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     er.AdaptiveDataParallel(model, optimizer)
     with pytest.raises(ValueError, match="lr_scheduler="):
+        next(iter(er.remaining_epochs_until(1)))
+
+
+def test_a_model_is_converted_before_it_is_wrapped() -> None:
+    er.AdaptiveDataParallel(*parts()).double()
+    with pytest.raises(ValueError, match=r"weight \(float64 on cpu\), bias .*another dtype.* wrap last"):
         next(iter(er.remaining_epochs_until(1)))
 
 

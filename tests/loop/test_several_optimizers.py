@@ -344,3 +344,21 @@ def test_parameters_of_no_optimizer_are_refused() -> None:
 def test_what_is_no_optimizer_is_refused(optimizers: Any) -> None:
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, or a list of several, but got"):
         er.AdaptiveDataParallel(net(), optimizers)
+
+
+def test_a_tensor_without_a_model_is_averaged() -> None:
+    def train() -> Tensor:
+        temperature = nn.Parameter(torch.zeros(4))
+        optimizer = torch.optim.SGD([temperature], lr=0.1)
+        er.AdaptiveDataParallel(nn.ParameterList([temperature]), optimizer, scaling_rule="none")
+        for _ in er.remaining_epochs_until(1):
+            for x, _ in er.AdaptiveDataLoader(data(), batch_size=BATCH, shuffle=False):
+                optimizer.zero_grad()
+                (x - temperature).square().mean().backward()
+                optimizer.step()
+        return temperature.detach().clone()
+
+    (alone,) = run_job(train).results.values()
+    assert alone.abs().sum() > 0
+    for found in run_job(train, [Change(2, (1, 2, 3)), Kill(5, 2, "backward")]).results.values():
+        torch.testing.assert_close(found, alone)

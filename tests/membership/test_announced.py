@@ -133,6 +133,15 @@ def test_layouts_differ_only_between_gradients_of_one_model() -> None:
     assert ". Layouts differ with the strategy, which every rank must set alike" in told
 
 
+def test_tensors_of_unlike_shares_are_told_the_way_out() -> None:
+    def told(*calls: str) -> str:
+        codes = [Announced(Intent.COLLECTIVE, 0, number).code for number in range(len(calls))]
+        return disagreement(codes, [1] * len(calls), calls)
+
+    assert "Pad the tensors to one shape" in told("all_gather(float32[3, 3], 0)", "all_gather(float32[2, 3], 0)")
+    assert "Pad" not in told("all_gather(float32[3, 3], 0)", "broadcast(float32[3, 3], 0)")
+
+
 @pytest.mark.parametrize(
     ("found", "joins"),
     [

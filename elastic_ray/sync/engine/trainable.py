@@ -34,6 +34,7 @@ class Trainable:
         self.left_out: list[torch.nn.Parameter] = []  # parameters that are not trained, or not taken in yet
         self._sizes: list[int] = []
         self._places = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
+        self._kinds = {id(p): _kind(p) for p in module.parameters() if p.device.type != "meta"}
         self.groups: list[list[torch.nn.Parameter]] = []
         self.params: list[torch.nn.Parameter] = []
         self._lay_out(wrapped=False)
@@ -48,9 +49,15 @@ class Trainable:
     def check(self) -> None:
         """Check that the model still has the parameters it was wrapped with.
 
-        Raises ValueError if parameters were replaced or tied; the message names them.
+        Raises ValueError if parameters were replaced, tied, moved or converted; the message names them.
         """
         now = dict(self._module.named_parameters(remove_duplicate=False))
+        if moved := [f"{name} ({_kind(p)})" for name, p in now.items() if self._kinds.get(id(p), _kind(p)) != _kind(p)]:
+            raise ValueError(
+                f"{', '.join(moved[:3])} of the model had another dtype or device when AdaptiveDataParallel wrapped "
+                "it, and made room for its gradients: call .to(), .bfloat16() and the like before the optimizer is "
+                "made, and wrap last"
+            )
         if self._known <= {id(p) for p in now.values()}:
             return
         other = [name for name, p in now.items() if self._places.get(name, id(p)) != id(p)]
@@ -134,6 +141,10 @@ class Trainable:
             self._optimizer.add_param_group({"params": [mine[name] for name in names if name in mine]})
         self._known |= {id(mine[name]) for name in tree["synchronised"] if name in mine}
         self._lay_out(wrapped=True)
+
+
+def _kind(param: torch.Tensor) -> str:
+    return f"{str(param.dtype).removeprefix('torch.')} on {param.device}"
 
 
 class TrainedState(OptimizerState):
