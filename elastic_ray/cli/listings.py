@@ -192,6 +192,7 @@ def _job_row(answers: JobAnswers, state: JobState | None) -> JobRow:
 
 
 def _script_row(script: Submission) -> JobRow:
+    """Return the row of a script without a job."""
     return JobRow(
         job=script.name or script.submission,
         phase=script.phase,

@@ -53,7 +53,7 @@ def test_it_has_the_loss_that_the_loop_reported_last() -> None:
     assert heard == [None, (2, -0.5), (2, -0.5), (4, -2.5)]
 
 
-def test_it_has_the_share_of_the_peak_that_models_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_has_models_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ray.parallel.wrapper.flops_on", lambda _: TrainingFlops(1e9))
     used: list[tuple[float, float]] = []
 
