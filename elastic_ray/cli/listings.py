@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -106,6 +107,11 @@ class JobRow(JobStatus):
     storage_path: str = ""
 
     @property
+    def is_script(self) -> bool:
+        """True if the row stands for a script without a job."""
+        return bool(self.submission) and not self.storage_path
+
+    @property
     def failed(self) -> bool:
         """True if the job failed."""
         return self.phase == JobPhase.FAILED.value
@@ -186,11 +192,13 @@ def _job_row(answers: JobAnswers, state: JobState | None) -> JobRow:
 
 
 def _script_row(script: Submission) -> JobRow:
+    """Return the row of a script without a job."""
     return JobRow(
         job=script.name or script.submission,
         phase=script.phase,
         message=script.message,
         submitted_s=script.started_s,
+        ended_s=script.ended_s,
         submission=script.submission,
     )
 
@@ -223,10 +231,10 @@ def job_cells(row: JobRow, now_s: float, metric: str = "") -> tuple[str, ...]:
     """Return the texts of a job's table row, in the order of ``JOB_COLUMNS``."""
     low, high = row.min_workers, row.max_workers
     limits = "" if low is None else f"{low}" if low == high else f"{low}:{high}"
-    try:
-        fields = status_fields(dataclasses.replace(row, phase=JobPhase(row.phase)))
-    except ValueError:  # not a job's phase: a script, or a silent controller
-        fields = {"workers": str(row.workers) if row.workers else ""}
+    fields = {"workers": str(row.workers) if row.workers else ""}
+    with contextlib.suppress(ValueError):  # not a job's phase: a script, or a silent controller
+        phase = JobPhase(row.phase)
+        fields = fields if row.is_script else status_fields(dataclasses.replace(row, phase=phase))
     why = row.message or row.note or row.reason
     return (
         row.job,

@@ -51,7 +51,7 @@ def _read(path: str | None) -> tuple[list[UsageRow], list[str]]:
     import pyarrow.fs
 
     from elastic_ray.checkpoints.run_directory import RunStorage, resolve
-    from elastic_ray.observe.page.sources.files import run_folders
+    from elastic_ray.observe.page.sources.files import closed_folders, run_folders
 
     rows, unread = list[UsageRow](), list[str]()
     default = os.environ.get("RAY_AIR_LOCAL_CACHE_DIR") or os.path.expanduser("~/ray_results")
@@ -60,7 +60,7 @@ def _read(path: str | None) -> tuple[list[UsageRow], list[str]]:
         filesystem, root = resolve(where, None)
         if path is not None and filesystem.get_file_info(root).type == pyarrow.fs.FileType.NotFound:
             raise FileNotFoundError("it does not exist")
-        folders = run_folders(filesystem, root)
+        folders, closed = run_folders(filesystem, root)
     except (OSError, ValueError) as error:
         raise click.ClickException(f"storage path {where!r} cannot be read: {error}") from error
     for _, folder in folders:
@@ -70,4 +70,5 @@ def _read(path: str | None) -> tuple[list[UsageRow], list[str]]:
             rows += usage_of(job, storage.read_events(), storage.last_written_s())
         except (OSError, ValueError, ArithmeticError) as error:  # of another user, or no run's file
             unread.append(f"{storage.where} cannot be read: {error}")
+    unread += [closed_folders(closed)] if closed else []
     return rows, unread

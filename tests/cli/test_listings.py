@@ -129,6 +129,13 @@ def test_jobs_known_to_controllers_allocator_or_ray_appear_once() -> None:
     assert all(len(job_cells(row, 0.0)) == len(JOB_COLUMNS) for row in rows.values())
 
 
+def test_script_that_failed_has_no_numbers_of_a_job() -> None:
+    script = Submission(submission="s", status="FAILED", message="pip failed", started_s=90.0, ended_s=95.0)
+    (row,) = job_rows([], None, [script])
+    cells = {name: cell for name, cell in zip(JOB_COLUMNS, job_cells(row, 100.0), strict=True) if cell}
+    assert cells == {"JOB": "s", "PHASE": "failed", "AGE": "5s ago", "WHY": "pip failed"}
+
+
 def test_name_stands_for_its_submissions_not_for_longer_names() -> None:
     assert JobAnswers(actor="job:x", spec=spec("x", "bert.2")).comes_from("bert")
     assert JobAnswers(actor="job:x", spec=spec("x", "bert")).comes_from("bert")

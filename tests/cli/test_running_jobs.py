@@ -47,25 +47,6 @@ def test_warnings_of_the_cluster_do_not_spoil_output(ray_cluster: Any) -> None:
     assert (json.loads(listed.stdout), listed.stderr) == ([], "")
 
 
-def test_listings_do_without_an_allocator_that_hangs(
-    ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handle = start(tmp_path, workers=1, name="seen", epochs=100_000)
-    wait_until(lambda: handle.status().step > 3, handle)
-
-    def hangs() -> Any:
-        raise click.ClickException("the allocator has not answered")
-
-    monkeypatch.setattr(cluster, "snapshot", hangs)
-    for command in (("jobs",), ("nodes",), ("status", "seen")):
-        listed = run(ray_cluster, *command)
-        assert listed.stderr == "warning: the allocator has not answered\n" and listed.stdout
-    assert "seen" in run(ray_cluster, "jobs").stdout
-    assert "the allocator has not answered" in run(ray_cluster, "top").stdout
-    assert "has not answered" in run(ray_cluster, "allocator", code=1).stderr
-    handle.stop()
-
-
 def process_id() -> int:
     """Of the process that looks."""
     return os.getpid()
@@ -204,3 +185,22 @@ def test_each_rank_shows_its_output_and_its_stack(ray_cluster: Any, tmp_path: Pa
     assert "--rank shows the last lines" in run(ray_cluster, "logs", "looked", "--rank", "0", "-f", code=2).stderr
     handle.stop(now=True)
     handle.result(timeout=180)
+
+
+def test_listings_do_without_an_allocator_that_hangs(
+    ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = start(tmp_path, workers=1, name="unheard", epochs=100_000)
+    wait_until(lambda: handle.status().step > 3, handle)
+
+    def hangs() -> Any:
+        raise click.ClickException("the allocator has not answered")
+
+    monkeypatch.setattr(cluster, "snapshot", hangs)
+    for command in (("jobs",), ("nodes",), ("status", "unheard")):
+        listed = run(ray_cluster, *command)
+        assert listed.stderr == "warning: the allocator has not answered\n" and listed.stdout
+    assert "unheard" in run(ray_cluster, "jobs").stdout
+    assert "the allocator has not answered" in run(ray_cluster, "top").stdout
+    assert "has not answered" in run(ray_cluster, "allocator", code=1).stderr
+    handle.stop()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import elastic_ray as er
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.loop.api import current_session
+from elastic_ray.parallel.flops import TrainingFlops
 from elastic_ray.run.current import WorkerDismissed
 from tests.loop.changing import Change, run_job
 
@@ -49,3 +51,28 @@ def test_it_has_the_loss_that_the_loop_reported_last() -> None:
 
     run_job(train)
     assert heard == [None, (2, -0.5), (2, -0.5), (4, -2.5)]
+
+
+def test_it_has_models_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ray.parallel.wrapper.flops_on", lambda _: TrainingFlops(1e9))
+    used: list[tuple[float, float]] = []
+
+    def train() -> None:
+        models = [torch.nn.Linear(width, width, bias=False) for width in (10, 20)]
+        optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in models]
+        small, large = map(er.AdaptiveDataParallel, models, optimizers)
+        loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.ones(96, 20)), batch_size=8)
+        for _ in er.remaining_epochs_until(1):
+            for (x,) in loader:
+                (small(x[:, :10]).square().mean() + large(x).square().mean() + large(-x).square().mean()).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        report = current_session().step_report()
+        assert report is not None and report.mfu is not None
+        used.append((report.mfu, report.step_time))
+
+    run_job(train)
+    ((mfu, step_s),) = used
+    operations = 8 * 2 * 2 * (10 * 10 + 2 * 20 * 20)  # forward, and of the gradients of weights as many
+    assert mfu == pytest.approx(operations / 1e9 / step_s)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
+import pyarrow.fs
 import pytest
 from click.testing import CliRunner
 
@@ -13,7 +15,7 @@ from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.cli.app import cli
 from elastic_ray.events import EventKind, JobEvent, Report
 from elastic_ray.observe.page.feed import tables, to_json
-from elastic_ray.observe.page.sources.files import RunFiles
+from elastic_ray.observe.page.sources.files import RunFiles, closed_folders, run_folders
 from elastic_ray.observe.page.sources.simulation import SimulatedCluster
 from placement.errors import InputError
 
@@ -125,6 +127,31 @@ def test_run_that_cannot_be_read_costs_the_others_nothing(tmp_path: Path) -> Non
     page = RunFiles(str(tmp_path)).poll(0.0)
     assert {job.job for job in page.jobs} == {"one"}
     assert page.source.problem.startswith("1 run could not be read (")
+
+
+class Guarded:
+    """A file system with folders that this user may not look into, which root may."""
+
+    def __init__(self, *closed: Path) -> None:
+        self.closed = set(map(str, closed))
+
+    def get_file_info(self, selector: pyarrow.fs.FileSelector) -> list[pyarrow.fs.FileInfo]:
+        """As of the local file system."""
+        if selector.base_dir in self.closed:
+            raise PermissionError(selector.base_dir)
+        return list(pyarrow.fs.LocalFileSystem().get_file_info(selector))
+
+
+def test_folders_that_are_closed_are_told(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write(tmp_path / name)
+    guarded: Any = Guarded(tmp_path / "two")
+    found, closed = run_folders(guarded, str(tmp_path))
+    assert [folder for _, folder in found] == [str(tmp_path / "one")] and closed == [str(tmp_path / "two")]
+    assert closed_folders(closed).startswith("without the runs in 1 folder that") and not closed_folders([])
+    guarded.closed.add(str(tmp_path))
+    with pytest.raises(PermissionError):
+        run_folders(guarded, str(tmp_path))
 
 
 def test_of_very_many_runs_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

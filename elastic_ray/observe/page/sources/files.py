@@ -162,23 +162,28 @@ class RunFiles(StoredPage):
     def __init__(self, path: str) -> None:
         try:
             filesystem, root = resolve(path, None)
-            found = run_folders(filesystem, root)
+            found, closed = run_folders(filesystem, root)
             newest, left_out = sorted(folder for _, folder in found[:MOST_RUNS]), max(0, len(found) - MOST_RUNS)
             runs, unread = _read_all(filesystem, newest, root)
         except (OSError, ValueError) as error:
             raise InputError(f"storage path {path!r} cannot be read: {error}") from error
         if not runs:
+            also = f"; {closed_folders(closed)}" if closed else ""
             raise InputError(
-                f"storage path {path!r} must hold the directory of a run, one with {EVENTS_FILE}, but has none"
+                f"storage path {path!r} must hold the directory of a run, one with {EVENTS_FILE}, but has none{also}"
             )
         problem = f"{count(left_out, 'older run')} left out: give a path further down" if left_out else ""
-        problem = "; ".join(filter(None, [problem, unread]))
+        problem = "; ".join(filter(None, [problem, unread, closed_folders(closed)]))
         super().__init__(*stored_page(path, runs, problem=problem))
 
 
-def run_folders(filesystem: pyarrow.fs.FileSystem, root: str) -> list[tuple[int, str]]:
-    """Return the run directories at and under ``root``, with the time of each run's last event [ns], newest first."""
+def run_folders(filesystem: pyarrow.fs.FileSystem, root: str) -> tuple[list[tuple[int, str]], list[str]]:
+    """Return the run directories at and under ``root``, and the directories that this user may not look into.
+
+    Runs come with the time of their last event [ns], newest first.
+    """
     found: list[tuple[int, str]] = []
+    closed: list[str] = []
     level = [root]
     for _ in range(_DEPTH + 1):
         below: list[str] = []
@@ -188,6 +193,7 @@ def run_folders(filesystem: pyarrow.fs.FileSystem, root: str) -> list[tuple[int,
             except PermissionError:
                 if folder == root:
                     raise
+                closed.append(folder)
                 continue
             events = [entry for entry in entries if entry.is_file and posixpath.basename(entry.path) == EVENTS_FILE]
             if events:
@@ -195,7 +201,14 @@ def run_folders(filesystem: pyarrow.fs.FileSystem, root: str) -> list[tuple[int,
                 continue
             below += _subfolders(entries)
         level = below
-    return sorted(found, reverse=True)
+    return sorted(found, reverse=True), closed
+
+
+def closed_folders(closed: Sequence[str]) -> str:
+    """Return a message about directories that cannot be looked into; empty if there are none."""
+    if not closed:
+        return ""
+    return f"without the runs in {count(len(closed), 'folder')} that this user may not read, such as {closed[0]}"
 
 
 def _subfolders(entries: Sequence[pyarrow.fs.FileInfo]) -> Iterator[str]:
