@@ -28,7 +28,9 @@ _DIFFERS = (
 )
 
 
-def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequence[Tensor]) -> Any:
+def lost_output(
+    module: torch.nn.Module, args: Any, kwargs: Any, params: Sequence[Tensor], *, forward: Any = None
+) -> Any:
     """Return an output of ``module`` for a step abandoned for lack of memory.
 
     It gives zero gradients to ``params``, and to arguments that require gradients.
@@ -36,14 +38,20 @@ def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequenc
     Raises:
         torch.OutOfMemoryError: Not even a single sample fits, or the arguments cannot be split.
     """
-    output = in_parts(module, args, kwargs, exact=False)
+    output = in_parts(module, args, kwargs, exact=False, forward=forward)
     given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor) and each.requires_grad]
     ends = [*params, *given] or [torch.zeros((), requires_grad=True)]
     return _mapped(lambda column: _through(column[0], ends) if _is_real(column[0]) else column[0], [output])
 
 
 def in_parts(
-    module: torch.nn.Module, args: Any, kwargs: Any, *, exact: bool, agree: Callable[[int], None] | None = None
+    module: torch.nn.Module,
+    args: Any,
+    kwargs: Any,
+    *,
+    exact: bool,
+    agree: Callable[[int], None] | None = None,
+    forward: Any = None,
 ) -> Any:
     """Return the output of ``module`` without an autograd graph, computed in halves of the batch, quarters, and so on.
 
@@ -53,6 +61,8 @@ def in_parts(
             If False, scalar outputs are averaged over the parts.
         agree: Called with the number of parts before ``module`` is called for them; a sharded model's ranks call it
             together.
+        forward: The module's own attribute ``forward`` when it was called for the whole batch; None if it had none.
+            Lightning sets one for a single call, which runs a training step.
 
     Raises:
         torch.OutOfMemoryError: Not even one sample fits, or arguments or output cannot be split.
@@ -69,6 +79,8 @@ def in_parts(
             with torch.no_grad():
                 for size in sizes:
                     part = [each[at : at + size] if _is_of(each, samples) else each for each in leaves]
+                    if forward is not None:
+                        module.forward = forward
                     outputs.append(_called(module, tree_unflatten(part, spec)))
                     at += size
         except (MemoryError, RuntimeError, ValueError, IndexError) as error:
@@ -181,9 +193,9 @@ class _Lost(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *ends: Tensor) -> Tensor:
-        """Return the tensor unchanged."""
+        """Return a copy of the tensor, which loops may change in place, unlike a view."""
         ctx.ends = ends
-        return output.view_as(output)
+        return output.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

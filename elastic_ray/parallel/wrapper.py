@@ -303,6 +303,7 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
+        own = vars(self.module).get("forward")
         try:
             if self._run.faults is not None:
                 self._run.moment("forward")
@@ -332,7 +333,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             if not self._lacks_memory(error, trains=trains):
                 raise
             let_go(error)
-        return self._forward_in_parts(trains, args, kwargs)  # with the failed one's frames gone
+        return self._forward_in_parts(trains, args, kwargs, own)  # with the failed one's frames gone
 
     def _lacks_memory(self, error: BaseException, *, trains: bool) -> bool:
         """True if parts of the batch replace a forward pass; it voids the step that it trains in."""
@@ -345,14 +346,15 @@ class AdaptiveDataParallel(torch.nn.Module):
         amp = self._sharded and self._scaler is not None  # which asks for gradients that nothing gives
         return not amp and self._run.run_out_of_memory()
 
-    def _forward_in_parts(self, trains: bool, args: Any, kwargs: Any) -> Any:
+    def _forward_in_parts(self, trains: bool, args: Any, kwargs: Any, own: Any) -> Any:
         """Return the output, computed in parts; if the model is training, return a lost step's output."""
         if self._sharded:  # torch takes the failed pass as in progress
             self._sync.end_lost_pass(give_zero_gradients)
         if not trains:
             agree = cast("ShardedGradients", self._sync).before_calls if self._sharded else None
-            return in_parts(self.module, args, kwargs, exact=True, agree=agree)
-        return lost_output(self.module, args, kwargs, [] if self._sharded else self._trainable.params)
+            return in_parts(self.module, args, kwargs, exact=True, agree=agree, forward=own)
+        params = [] if self._sharded else self._trainable.params
+        return lost_output(self.module, args, kwargs, params, forward=own)
 
     def _end_lost_pass(self) -> None:
         """Join the reductions of other ranks after a backward pass ran out of memory."""

@@ -121,6 +121,26 @@ def test_a_loop_of_accelerate(script: Any, first: Any, tmp_path: Path) -> None:
     assert set(saved) == set(alone["weights"])
 
 
+def test_loops_may_clear_gradients_first() -> None:
+    def cleared_first(**options: Any) -> list[float]:
+        accelerator = Accelerator(cpu=True, **options)
+        model, optimizer, scheduler = parts()
+        model, optimizer, scheduler, loader = accelerator.prepare(
+            model, optimizer, scheduler, DataLoader(numbers(), BATCH)
+        )
+        for _ in er.remaining_epochs_until(EPOCHS):
+            for x, y, _ in loader:
+                optimizer.zero_grad()
+                accelerator.backward((model(x) - y).square().mean())
+                optimizer.step()
+        return torch.cat([p.detach().flatten() for p in accelerator.unwrap_model(model).parameters()]).tolist()
+
+    whole = cleared_first()
+    set_session(None)
+    cut = cleared_first(max_batch_size=BATCH, local_bsz_bounds=(1, 4), gradient_accumulation=True)
+    assert cut == pytest.approx(whole, abs=1e-5)
+
+
 def test_accelerate_accumulates_by_our_micro_batches(tmp_path: Path) -> None:
     alone = loop(False, tmp_path)
     wanted = {"max_batch_size": BATCH, "local_bsz_bounds": (1, 4), "gradient_accumulation": True}

@@ -358,6 +358,14 @@ def penalised(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
     optimizer.step()
 
 
+def in_place(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    """A step that changes what the model gives."""
+    output = model(x)
+    output -= y
+    output.square().mean().backward()
+    optimizer.step()
+
+
 def recomputed(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
     """A step whose backward pass calls the model once more."""
     (checkpoint(model, x, use_reentrant=False) - y).square().mean().backward()
@@ -397,8 +405,13 @@ class WithFields(Net):
 
 @pytest.mark.parametrize(
     ("kind", "allocator", "step"),
-    [(Net, Allocator, penalised), (Net, Late, recomputed), (WithFields, Allocator, from_fields)],
-    ids=["gradient penalty", "checkpoint", "dataclass"],
+    [
+        (Net, Allocator, penalised),
+        (Net, Allocator, in_place),
+        (Net, Late, recomputed),
+        (WithFields, Allocator, from_fields),
+    ],
+    ids=["gradient penalty", "in place", "checkpoint", "dataclass"],
 )
 def test_loops_get_what_they_ask_in_lost_steps(kind: type[Net], allocator: type[Allocator], step: Step) -> None:
     refused, steps, bound = stepped(kind(allocator("forward", 20)), step)

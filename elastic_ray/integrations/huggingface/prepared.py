@@ -16,11 +16,15 @@ from elastic_ray.loop.api import current_session
 
 
 def step_through_ours(theirs: Any) -> None:
-    """Make accelerate's prepared optimizer call the ``step`` of the wrapper later put around its model.
+    """Make accelerate's prepared optimizer call the methods of the wrapper later put around its model.
+
+    ``zero_grad`` clears gradients in each micro-batch, as the wrapper expects: accelerate's does so in the last one
+    only, and a loop that clears them first would add those of the last update to the next step's.
 
     With a gradient scaler, accelerate stores ``optimizer.step`` when it prepares the optimizer and restores it at each
     step, so the stored method is replaced here.
     """
+    theirs.zero_grad = theirs.optimizer.zero_grad
     if getattr(theirs, "scaler", None) is not None:
         theirs._optimizer_original_step_method = theirs.optimizer.step
         theirs._optimizer_patched_step_method = patch_optimizer_step(theirs, theirs.optimizer.step)
