@@ -221,7 +221,11 @@ def with_registered(target: Any) -> Any:
     ("method", "script", "says"),
     [
         ("load_state_dict", [Change(2, (1, 2))], "cannot take over what another worker, or a checkpoint, has sent"),
-        ("load_state_dict", [Kill(2, 2, "backward", last=True)], "cannot go back to the beginning of a step that is lost"),
+        (
+            "load_state_dict",
+            [Kill(2, 2, "backward", last=True)],
+            "cannot go back to the beginning of a step that is lost",
+        ),
         ("state_dict", [], "cannot tell what it is at the beginning of a step"),
     ],
 )
