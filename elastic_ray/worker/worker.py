@@ -222,7 +222,8 @@ class Worker:
         except UnitLostError as error:
             return _end(GroupLost, cause=str(error))
         with fetched_checkpoint(assignment.checkpoint_ref) as checkpoint:
-            for _ in range(_RERUNS if self._unit is None else 1):
+            left, bound = _RERUNS, None
+            while left:
                 saved = SavedState(states=kept, path=source) if kept is not None else None
                 session = self._session(assignment, link, progress, saved, checkpoint)
                 kept = saved = None  # the session's alone, which lets go of it once it is taken over
@@ -230,7 +231,11 @@ class Worker:
                 if isinstance(outcome, RunEnd):
                     return outcome
                 (kept, progress), source = outcome, ""
-        return _end(RunFailed, error=RuntimeError(f"the train function ran out of memory {_RERUNS} times in a row"))
+                # A bound that has fallen is progress, and ends at the smallest batch, with an error of its own.
+                left = _RERUNS if session.progress.memory_bound != bound else left - 1
+                bound = session.progress.memory_bound
+        text = f"the train function ran out of memory {_RERUNS} times in a row, with the same bound on samples"
+        return _end(RunFailed, error=RuntimeError(text))
 
     def _unit_of(self, assignment: Assignment) -> UnitGroup | None:
         """Return the group of the worker's unit once all its processes have joined; None for a single process."""

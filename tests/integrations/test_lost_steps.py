@@ -16,7 +16,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from tests.integrations import lightning_fits as regression
 from tests.integrations import text_fits as texts
 from tests.loop.changing import Kill
-from tests.loop.test_out_of_memory import Allocator
 
 STEPS = regression.STEPS
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_state_for_all")]
@@ -98,41 +97,43 @@ def test_transformers_saves_no_step_that_is_lost(tmp_path: Path) -> None:
     assert len(saved) == len(theirs)
 
 
-def small(module: torch.nn.Module, memory: Allocator) -> None:
-    """Give a module's calls an allocator."""
-    module.register_forward_pre_hook(
-        lambda called, args, named: (
-            memory.take("forward", len(args[0] if args else named["input_ids"])) if called.training else None
-        ),
-        with_kwargs=True,
-    )
+def small(module: torch.nn.Module, refused: list[int]) -> None:
+    """Leave a module in training room for five samples at once; ``refused`` gets the sizes that do not fit."""
+
+    def check(called: torch.nn.Module, args: Any, named: dict[str, Any]) -> None:
+        samples = len(args[0] if args else named["input_ids"])
+        if called.training and samples > 5:
+            refused.append(samples)
+            raise torch.OutOfMemoryError("as if")
+
+    module.register_forward_pre_hook(check, with_kwargs=True)
 
 
 def test_lightning_draws_a_step_without_memory_again() -> None:
-    memory = Allocator("forward", 5)
+    refused: list[int] = []
 
     def made() -> regression.Module:
         module = regression.Module("step")
-        small(module.net, memory)
+        small(module.net, refused)
         return module
 
     alone = regression.fit(False, lambda: regression.Module("step"))
     found = regression.fit(True, made)
     found.batches //= 2  # every step has two
-    assert memory.refused == 1 and found.told == alone.told
+    assert refused == [8] and found.told == alone.told
     regression.check_alike({1: found}, alone)
 
 
 def test_transformers_draws_a_step_without_memory_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = texts.Result(texts.fit(tmp_path / "alone", elastic=False))
-    memory, plain = Allocator("forward", 5), texts.gpt
+    refused, plain = list[int](), texts.gpt
 
     def gpt() -> Any:
         model = plain()
-        small(model.transformer, memory)
+        small(model.transformer, refused)
         return model
 
     monkeypatch.setattr(texts, "gpt", gpt)
     found = texts.Result(texts.fit(tmp_path / "small"))
-    assert memory.refused == 1
+    assert refused == [8]
     texts.check_alike({1: found}, alone)

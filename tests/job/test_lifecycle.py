@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 import ray.train
+import torch
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 import elastic_ray as er
@@ -160,6 +161,34 @@ def test_out_of_memory_in_optimizer_step_leaves_no_half(ray_cluster: Any, tmp_pa
     assert EventKind.OUT_OF_MEMORY in kinds(handle)
     assert (EventKind.RESTART in kinds(handle)) == (len(tear) == 2)
     assert len(account.final) == 1 and len(account.epochs) == 6
+
+
+@pytest.mark.slow
+def test_a_batch_that_falls_ten_times_ends(ray_cluster: Any, tmp_path: Path) -> None:
+    """Each time the train function begins again, since the memory is that of its loss."""
+
+    def train() -> None:
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        wrapped = er.AdaptiveDataParallel(model, optimizer)
+        loader = er.AdaptiveDataLoader([torch.ones(4)] * 2048, batch_size=2048)
+        for _ in er.remaining_epochs_until(1):
+            totals = er.Accumulator()
+            for x in loader:
+                output = wrapped(x)
+                if len(x) > 2:
+                    raise torch.OutOfMemoryError("as if, in the loss")
+                output.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                totals["samples"] += len(x)
+            er.report({"samples": totals["samples"]})
+
+    run_config = ray.train.RunConfig(storage_path=str(tmp_path))
+    scaling = ray.train.ScalingConfig(num_workers=1)
+    handle = er.ElasticTrainer(train, scaling_config=scaling, run_config=run_config).submit()
+    assert handle.result(timeout=180).metrics["samples"] == 2048
+    assert kinds(handle).count(EventKind.OUT_OF_MEMORY) == 10
 
 
 @pytest.mark.slow
