@@ -60,7 +60,7 @@ PRIVATE_NAMES = {
     "what lies with each rank, which no rank shows another": """_debtors _tiles _gathered _holder _owed
         _reducer _shard _states _steps _sync _table _tracker""",
     "the inside of a communicator or a run, which a test breaks on purpose": """_above _core _form_gloo _gloo
-        _gradient_backends _kind _meet _module _nccl _session _speak _vote""",
+        _gradient_backends _kind _meet _module _nccl _numbers _session _speak _vote""",
     "background work and peers of a saver, notifier or exchange, which a test waits for": """_background _busy
         _looking _making _parts _pulled _pulls""",
     "a coordinator without Ray's data, driven from within": """_close _datasets _lock _loop _packed _readers
