@@ -32,6 +32,7 @@ _SHOWN: dict[str, Any] = {
 
 _OF_A_SOURCE = ("sampler", "batch_sampler", "num_workers", "persistent_workers")
 _FIXED = frozenset({*_SHOWN, *_OF_A_SOURCE, "dataset", "batch_size", "drop_last"})
+_LIGHTNINGS = "pl_worker_init_function"  # which seeds a loader's processes, after seed_everything(workers=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +166,8 @@ class ShownArguments:
         return self._given.shown(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "worker_init_fn" and getattr(getattr(value, "func", None), "__name__", "") == _LIGHTNINGS:
+            return  # each sample has its own seed already
         refuse_change(name)
         super().__setattr__(name, value)
 

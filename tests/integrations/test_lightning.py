@@ -390,6 +390,12 @@ class Stream(IterableDataset):
         return iter(dataset())
 
 
+@pytest.mark.parametrize("made", [DataLoader, er.AdaptiveDataLoader])
+def test_lightning_may_seed_the_processes_of_loaders(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")  # as seed_everything(workers=True) does
+    assert fit(True, loader=lambda: made(dataset(), batch_size=BATCH), max_epochs=1).steps == STEPS
+
+
 def test_a_stream_without_a_length() -> None:
     alone = fit(False, loader=lambda: DataLoader(Stream(), BATCH))
     results, _ = job([Change(3, (1, 2))], (1,), loader=lambda: DataLoader(Stream(), BATCH))
