@@ -16,6 +16,7 @@ from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.run.current import set_session
 from elastic_ray.session.session import Session
 from elastic_ray.standalone.session import StandaloneController
+from tests.loop.changing import Change, run_job
 from tests.loop.ranks import RankFailedError, Ranks
 
 
@@ -189,6 +190,27 @@ def test_a_model_is_converted_before_it_is_wrapped() -> None:
     er.AdaptiveDataParallel(*parts()).double()
     with pytest.raises(ValueError, match=r"weight \(float64 on cpu\), bias .*another dtype.* wrap last"):
         next(iter(er.remaining_epochs_until(1)))
+
+
+def test_frozen_parts_may_be_converted_after_wrapping() -> None:
+    def train() -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        model[0].double()
+        model[0].register_forward_hook(lambda module, given, output: output.float())
+        for _ in er.remaining_epochs_until(2):
+            for (x,) in er.AdaptiveDataLoader(TensorDataset(torch.ones(12, 1).double()), batch_size=4):
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+        assert model[0].weight.dtype == torch.float64
+        return model[1].weight.detach().clone()
+
+    (alone,) = run_job(train).results.values()
+    for found in run_job(train, [Change(2, (1, 2))]).results.values():
+        torch.testing.assert_close(found, alone)
 
 
 def test_a_loop_may_keep_its_first_rates_itself() -> None:

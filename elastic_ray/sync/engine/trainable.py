@@ -34,7 +34,7 @@ class Trainable:
         self.left_out: list[torch.nn.Parameter] = []  # parameters that are not trained, or not taken in yet
         self._sizes: list[int] = []
         self._places = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
-        self._kinds = {id(p): _kind(p) for p in module.parameters() if p.device.type != "meta"}
+        self._kinds: dict[int, str] = {}  # of trainable parameters, as they were taken in
         self.groups: list[list[torch.nn.Parameter]] = []
         self.params: list[torch.nn.Parameter] = []
         self._lay_out(wrapped=False)
@@ -119,6 +119,7 @@ class Trainable:
         self.params = [p for group in groups for p in group]
         self.groups = [sorted(group, key=lambda p: order[id(p)]) for group in groups]
         self._known = held
+        self._kinds = {id(p): _kind(p) for p in self.params if p.device.type != "meta"} | self._kinds
         self.left_out = [p for p in self._module.parameters() if id(p) not in held]
         self._sizes = [len(group["params"]) for group in self._optimizer.param_groups]
 
