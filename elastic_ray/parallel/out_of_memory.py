@@ -172,6 +172,7 @@ def _check_alike(together: Sequence[Any], apart: Sequence[Any]) -> None:
 
 
 def _is_close(value: Any, other: Any) -> bool:
+    """True if the two outputs are equal but for rounding."""
     if not isinstance(value, Tensor) or not isinstance(other, Tensor):
         return value is None and other is None
     if value.shape != other.shape or not value.numel():
