@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -56,13 +57,12 @@ def machine_checks() -> tuple[Check, ...]:
 
 def _survive(name: str, look: Callable[[], Check]) -> Check:
     """Run a check; if it raises, report that as a failure so that the remaining checks still run."""
-    import torch
-
     try:
         return look()
-    except torch.OutOfMemoryError:
-        return Check(name, "warn", "not checked, since a GPU has no memory left: other processes use it")
     except Exception as error:
+        torch = sys.modules.get("torch")  # it may be what is missing
+        if torch is not None and isinstance(error, torch.OutOfMemoryError):
+            return Check(name, "warn", "not checked, since a GPU has no memory left: other processes use it")
         return Check(name, "fail", f"{type(error).__name__}: {error}".splitlines()[0])
 
 
