@@ -152,7 +152,8 @@ def _unseen_gpus(reason: str) -> Check:
     if not torch.version.cuda:
         way = "install torch's CUDA build"
         return Check("GPU", "fail", f"{here}, but torch {torch.__version__} was built without CUDA: {way}")
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not (visible and reason):  # Slurm always sets it, also where the driver is too old
         way = "unset it, also where Ray is started, for jobs on GPUs"
         return Check("GPU", "warn", f"{here}, but CUDA_VISIBLE_DEVICES={visible!r} hides them: {way}")
     driver = f"driver {version}" if (version := _driver_version()) else "the driver"

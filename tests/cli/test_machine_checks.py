@@ -135,6 +135,16 @@ def test_gpus_that_torch_does_not_see(
         assert hidden.state == "warn" and "CUDA_VISIBLE_DEVICES='' hides them" in hidden.detail
 
 
+def test_old_driver_is_named_where_slurm_chose_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, tmp_path, gpus=1, cuda="13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    found = checks.check_gpu()
+    assert found.state == "fail" and "driver too old" in found.detail
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert "CUDA_VISIBLE_DEVICES='7' hides them" in checks.check_gpu().detail
+
+
 @pytest.mark.parametrize(
     ("kernels", "capability", "run"),
     [
