@@ -309,9 +309,10 @@ class Lost:
 def test_signs_of_life_end_though_cleanup_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_tune, "TuneController", Lost)
     ray_tune._claim_sweeps()
-    directory, loop = RunStorage(str(tmp_path / "lost")), Lost()
+    directory = RunStorage(str(tmp_path / "lost"))
     directory.create()
-    signs = ray_tune._watch_of(loop).signs = SignsOfLife(directory, every_s=600.0)  # type: ignore[arg-type]
+    loop: Any = Lost()
+    signs = ray_tune._watch_of(loop).signs = SignsOfLife(directory, every_s=600.0)
     with pytest.raises(ConnectionError):
         loop.cleanup()
     signs.join(10.0)
