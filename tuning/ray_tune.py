@@ -400,9 +400,11 @@ def _claim_sweeps() -> None:
 
     def clean_and_release(self: TuneController) -> None:
         watch, (name, _) = _watch_of(self), _sweep_of(self)
-        clean(self)
-        if watch.signs is not None:
-            watch.signs.stop()
+        try:
+            clean(self)
+        finally:  # it fails if the cluster is gone, and this process may continue the sweep on another one
+            if watch.signs is not None:
+                watch.signs.stop()
         if name and watch.driver is not None:
             release_sweep(name, watch.driver)
 

@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -56,13 +57,12 @@ def machine_checks() -> tuple[Check, ...]:
 
 def _survive(name: str, look: Callable[[], Check]) -> Check:
     """Run a check; if it raises, report that as a failure so that the remaining checks still run."""
-    import torch
-
     try:
         return look()
-    except torch.OutOfMemoryError:
-        return Check(name, "warn", "not checked, since a GPU has no memory left: other processes use it")
     except Exception as error:
+        torch = sys.modules.get("torch")  # it may be what is missing
+        if torch is not None and isinstance(error, torch.OutOfMemoryError):
+            return Check(name, "warn", "not checked, since a GPU has no memory left: other processes use it")
         return Check(name, "fail", f"{type(error).__name__}: {error}".splitlines()[0])
 
 
@@ -152,7 +152,8 @@ def _unseen_gpus(reason: str) -> Check:
     if not torch.version.cuda:
         way = "install torch's CUDA build"
         return Check("GPU", "fail", f"{here}, but torch {torch.__version__} was built without CUDA: {way}")
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not (visible and reason):  # Slurm always sets it, also where the driver is too old
         way = "unset it, also where Ray is started, for jobs on GPUs"
         return Check("GPU", "warn", f"{here}, but CUDA_VISIBLE_DEVICES={visible!r} hides them: {way}")
     driver = f"driver {version}" if (version := _driver_version()) else "the driver"

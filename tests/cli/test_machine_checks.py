@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,13 @@ def test_every_check_of_this_machine_says_something() -> None:
     assert [check.name for check in found] == names
     assert all(check.detail for check in found)
     assert {check.name: check.state for check in found}["ports"] == "ok", found
+
+
+def test_a_machine_without_torch_is_checked_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found = {check.name: check for check in checks.machine_checks()}
+    assert found["GPU"].state == "fail" and "torch" in found["GPU"].detail
+    assert found["ports"].state == "ok"
 
 
 def test_a_version_below_what_is_asked_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +133,16 @@ def test_gpus_that_torch_does_not_see(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         hidden = checks.check_gpu()
         assert hidden.state == "warn" and "CUDA_VISIBLE_DEVICES='' hides them" in hidden.detail
+
+
+def test_old_driver_is_named_where_slurm_chose_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, tmp_path, gpus=1, cuda="13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    found = checks.check_gpu()
+    assert found.state == "fail" and "driver too old" in found.detail
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert "CUDA_VISIBLE_DEVICES='7' hides them" in checks.check_gpu().detail
 
 
 @pytest.mark.parametrize(

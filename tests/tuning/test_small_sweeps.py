@@ -23,6 +23,7 @@ from elastic_ray.record.submitted import SubmittedJob
 from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE, find_actor
 from tests.local_cluster import LocalCluster
 from tests.tuning.sweeps import fit, trainable
+from tuning import ray_tune
 from tuning.ray_tune import SignsOfLife
 from tuning.sweep import SweepRunsError
 
@@ -290,6 +291,32 @@ def test_sweep_of_another_clusters_directory_is_refused(shared_cluster: LocalClu
     begun_s = directory.read_alive()
     assert not fit(tmp_path, {"epochs": 1}, elastic=trainable(workers=1), run={"name": "own"}).errors
     assert RunStorage(str(tmp_path / "own")).read_alive() > begun_s, "others can see that it runs"
+
+
+class Lost:
+    """Tune's loop whose cluster is gone."""
+
+    def _maybe_add_actors(self) -> None:
+        pass
+
+    def get_trials(self) -> list[Trial]:
+        return []
+
+    def cleanup(self) -> None:
+        raise ConnectionError("the cluster is gone")
+
+
+def test_signs_of_life_end_though_cleanup_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_tune, "TuneController", Lost)
+    ray_tune._claim_sweeps()
+    directory = RunStorage(str(tmp_path / "lost"))
+    directory.create()
+    loop: Any = Lost()
+    signs = ray_tune._watch_of(loop).signs = SignsOfLife(directory, every_s=600.0)
+    with pytest.raises(ConnectionError):
+        loop.cleanup()
+    signs.join(10.0)
+    assert not signs.is_alive()
 
 
 @pytest.mark.slow
