@@ -100,7 +100,7 @@ def test_a_killed_worker_loses_its_own_only_told(way: Any, moment: str) -> None:
     loop = Loop(way)
     outcome, applied, owed = run(loop, [Kill(5, 2, moment, last=True)], (1, 2, 3))
     ((kind, text, detail),) = outcome.told
-    assert kind == "warning" and "what compression had left out of the gradients of one worker" in text
+    assert kind == "warning" and "what compression had left out of the gradients of 1 worker" in text
     assert detail == {"workers": 1}
     if moment == "optimizer_step":  # what it left out in this step died with it, unseen
         return
