@@ -35,8 +35,7 @@ SAME_NAMES = {
 # Private names that tests use, by reason. What is not listed is reached by what users and other modules see.
 PRIVATE_NAMES = {
     "of torch: what a hook or an operator leaves is to be seen": """_Work _backward_hooks _cdata _dynamo
-        _foreach_lerp_
-        _foreach_mul_ _forward_hooks _forward_pre_hooks _indices _lazy_seed_tracker _local_scalar_dense
+        _foreach_lerp_ _foreach_mul_ _forward_hooks _forward_pre_hooks _indices _lazy_seed_tracker _local_scalar_dense
         _new_with_weak_ptr _orig_mod _post_accumulate_grad_hooks
         _set_params_and_buffers_to_ignore_for_model _version""",
     "of Ray and its Python: what it keeps has no public view": """_MockFileSystem _TrainingResult _WrappedDataLoader

@@ -41,12 +41,8 @@ _START_S = 60.0  # of an allocator that may have to be made
 _LOOK_S = 120.0  # at a node: a process starts there and imports torch
 _POLL_S = 0.25
 _PREFIX = "job:"
-_QUESTIONS = (
-    "status",
-    "events",
-    "workers",
-    "branched",
-)  # to a controller; it does all else that it is asked, however late
+# What a controller is asked; all else is a command, which takes effect however late it is read.
+_QUESTIONS = ("status", "events", "workers", "branched")
 
 
 class RefusedError(click.ClickException):

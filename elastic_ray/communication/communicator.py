@@ -183,9 +183,8 @@ class Communicator:
         call, threads and sockets would remain until Python's cycle collector runs, in whichever thread triggers it.
         """
         self._closed = True
-        if self._nccl is not None:
-            with contextlib.suppress(RuntimeError):
-                self._nccl.abort()  # torch's destructor would do so with a warning, and end the process if it fails
+        if self._nccl is not None and not self._voided.is_set():
+            abort_nccl(self._nccl, self._calling)  # torch's destructor would warn, and end the process if that fails
         self._gloo = self._nccl = None
         self._gradient_backends.clear()
 

@@ -233,7 +233,7 @@ class Run:
         """Limit the samples per forward pass on all ranks, after ``step`` exceeded a worker's memory."""
         failed, progress, info = max(map(max, step.sizes)), self.states.progress, self.registry.loaders.info
         progress.bound_memory(failed, self.least_samples(step))
-        assert info is not None and progress.memory_bound is not None, "the loader leads"
+        assert info is not None and progress.memory_bound is not None, "a step has a loader, and was bounded"
         limits = info.limits if step.leads else BatchLimits(init_batch_size=step.init_batch_size)
         cut = bounded(limits, step.shape, progress.memory_bound)
         before, now = step.shape.batch_size(self.group.world_size), cut.batch_size(self.group.world_size)

@@ -198,7 +198,33 @@ def test_closing_a_group_aborts_it_and_ignores_failures(error: str) -> None:
     backend = communicator._nccl = Failing()
     communicator.close()
     communicator.close()
+    wait_until(lambda: bool(backend.calls))
     assert backend.calls == ["abort"] and communicator._nccl is None
+
+
+def test_an_abort_that_hangs_holds_no_closing_thread() -> None:
+    goes_on = threading.Event()
+
+    class Hanging(Calling):
+        def abort(self) -> None:
+            assert goes_on.wait(10)
+            super().abort()
+
+    communicator = alone(Queued())
+    backend = communicator._nccl = Hanging()
+    communicator.close()
+    assert backend.calls == []
+    goes_on.set()
+    wait_until(lambda: backend.calls == ["abort"])
+
+
+def test_a_cancelled_group_is_aborted_once() -> None:
+    communicator = alone(Queued())
+    backend = communicator._nccl = Calling()
+    communicator.void()
+    communicator.close()
+    wait_until(lambda: bool(backend.calls))
+    assert backend.calls == ["abort"]
 
 
 def test_pairs_are_connected_by_an_exchange_of_all_ranks() -> None:

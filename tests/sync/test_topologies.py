@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,16 @@ def test_late_rank_is_waited_for_longer_than_groups_form() -> None:
     assert found == [[2.0] * 4] * 2
 
 
+def reduce(bucket: Bucket, operation: Any, communicator: Communicator) -> None:
+    """Add up the bucket of all ranks, round by round."""
+    works, finished = operation.launch(bucket, communicator.gradients), 1
+    while works:
+        for each in works:
+            communicator.wait(each)
+        works = operation.next_round(bucket, communicator.gradients, finished)
+        finished += 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("topology", list(SCHEDULES))
 def test_ranks_of_a_real_group_hold_equal_bits(topology: str, dtype: torch.dtype) -> None:
@@ -132,12 +143,7 @@ def test_ranks_of_a_real_group_hold_equal_bits(topology: str, dtype: torch.dtype
         for step in (1, 2):
             with torch.no_grad():
                 bucket.flat.copy_(step * own(communicator.rank))
-                works, finished = operation.launch(bucket, communicator.gradients), 1
-                while works:
-                    for each in works:
-                        communicator.wait(each)
-                    works = operation.next_round(bucket, communicator.gradients, finished)
-                    finished += 1
+                reduce(bucket, operation, communicator)
         return bucket.flat.clone(), communicator.traffic["all_reduce"], communicator.traffic["send"]
 
     results = on_ranks(len(TWO_NODES), work)
@@ -163,12 +169,7 @@ def test_rounds_of_gpus_give_the_bits_of_cpus(monkeypatch: pytest.MonkeyPatch, t
         bucket, operation = Bucket(0, 0, params, 0), make_operation(plan(topology, TWO_NODES))
         with torch.no_grad():
             bucket.flat.copy_(own(communicator.rank))
-            works, finished = operation.launch(bucket, communicator.gradients), 1
-            while works:
-                for each in works:
-                    communicator.wait(each)
-                works = operation.next_round(bucket, communicator.gradients, finished)
-                finished += 1
+            reduce(bucket, operation, communicator)
         return bucket.flat.clone()
 
     cpu = on_ranks(len(TWO_NODES), work)
