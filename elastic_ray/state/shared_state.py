@@ -379,10 +379,15 @@ class SharedState:
     def _gather_versions(
         self, communicator: Communicator, replicas: Registry, ledger: StepLedger, layout: int, samples: int | None
     ) -> list[list[int]]:
-        """Return each rank's progress, one row per rank, once all are in the same number of nested passes."""
+        """Return each rank's progress, one row per rank, once all are in the same steps of passes around a lost one.
+
+        A step that has reduced its gradients is committed without another vote: a rank that is in a pass nested in it
+        may meet ranks that are in the next one.
+        """
         while True:
             run = self.progress
-            depth = ledger.depth_in_group if self.complete else 0  # whoever joins begins with the step around
+            # Whoever joins begins with the step around.
+            depth, outer = (ledger.depth_in_group, ledger.step_in_group) if self.complete else (0, -1)
             rows = communicator.gather_ints(
                 [
                     run.loader_steps,
@@ -393,16 +398,19 @@ class SharedState:
                     replicas.marker,
                     layout,
                     run.place_in_epochs,
+                    outer,
                     depth,
                     run.memory_bound or 0,
                     -1 if samples is None else samples,
                 ]
             )
             depths = [row[-3] for row in rows if row[-3] >= 0]
-            if not depths or min(depths) == max(depths):
+            same = len({row[-4] for row in rows if row[-4] >= 0}) <= 1
+            common = min(depths, default=0) if same else 0
+            if common == max(depths, default=0):
                 return rows
-            if depth > min(depths):
-                ledger.leave_steps(min(depths))
+            if depth > common:
+                ledger.leave_steps(common)
 
     def _layout(self) -> dict[str, str]:
         found = {"the place to begin at": self.progress.place}

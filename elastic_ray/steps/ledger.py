@@ -482,6 +482,12 @@ class StepLedger:
         return -1 if self.replaying else self.depth if self._left is None else self._left.depth
 
     @property
+    def step_in_group(self) -> int:
+        """Committed steps before the outermost step, or its round, that this rank shares with others; -1 for none."""
+        outer = self.round or self.outermost
+        return outer.loader_steps if outer is not None and self.depth_in_group > 0 else -1
+
+    @property
     def has_left(self) -> bool:
         """True in a step whose remaining code this rank runs alone, because the other ranks are not in it."""
         return self._left is not None and self.depth > self._left.depth

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from elastic_ray.batch.reports import LoaderInfo
-from elastic_ray.communication.communicator import Communicator
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.worker_side import WorkerMembership
@@ -62,11 +62,15 @@ class Kill:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hold:
-    """A worker that has committed ``step`` steps waits at ``moment`` until its group is called off."""
+    """A worker that has committed ``step`` steps waits at ``moment`` until its group is called off.
+
+    ``fails``: what it did there has failed then, although the others' has not.
+    """
 
     step: int
     worker: int
     moment: str
+    fails: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,7 +165,7 @@ class _Job:
         self._train, self._controller, self._fixed_batch, self._nodes = train, controller, fixed_batch, nodes
         self._options = {"form_s": _WAIT_S, "timeout_s": _WAIT_S, **options}
         self._kills = [each for each in script if isinstance(each, Kill)]
-        self._holds = {(each.worker, each.step, each.moment) for each in script if isinstance(each, Hold)}
+        self._holds = {(each.worker, each.step, each.moment): each for each in script if isinstance(each, Hold)}
         self._spoils = {(each.worker, each.step) for each in script if isinstance(each, Spoil)}
         self._changes = {each.step: each.workers for each in script if isinstance(each, Change)}
         self._lock = threading.RLock()
@@ -309,9 +313,10 @@ class _Job:
         if moment == "received" and (worker, step) in self._spoils:
             first = next(iter(self._sessions[worker].states.alike().values()))
             first.detach().view(torch.int32).view(-1)[0] ^= 1
-        if (worker, step, moment) in self._holds:
-            self._holds.remove((worker, step, moment))
+        if (hold := self._holds.pop((worker, step, moment), None)) is not None:
             _wait(lambda: self._sessions[worker].membership.voided)
+            if hold.fails:
+                raise CommunicationFailedError("the group was called off")
         if moment == "forward" and step in self._changes:
             self._prepare(worker, step)
 

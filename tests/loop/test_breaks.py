@@ -13,7 +13,7 @@ import elastic_ray as er
 from elastic_ray.adaptation import Policy, PolicyView
 from elastic_ray.run.current import session_of_thread
 from elastic_ray.sync import LocalSGD
-from tests.loop.changing import Kill, run_job
+from tests.loop.changing import Hold, Kill, run_job
 
 SAMPLES, BATCH, STEPS, EPOCHS = 24, 6, 2, 3
 
@@ -305,3 +305,14 @@ def accumulates_within() -> float:
 
 def test_micro_batches_of_a_nested_training_make_one_update() -> None:
     assert set(run_job(accumulates_within, [], first=(1, 2)).results.values()) == {-3.5}
+
+
+@pytest.mark.parametrize("dies_at", ["forward", "allreduce"])
+def test_worker_in_nested_pass_of_committed_step_follows(dies_at: str) -> None:
+    """Worker 2 is at the end of that pass when worker 3 has gone on to the next step, where worker 1 dies."""
+    script = [Hold(1, 2, "end_of_pass", fails=True), Kill(2, 1, dies_at, after=(3,), after_moment="forward")]
+    (undisturbed,) = set(run_job(nested_trainings, [], first=(1, 2, 3)).results.values())
+    outcome = run_job(nested_trainings, script, first=(1, 2, 3))
+    assert outcome.groups[:2] == [(1, 2, 3), (2, 3)]
+    (result,) = set(outcome.results.values())
+    assert result == (pytest.approx(undisturbed[0], abs=1e-6), *undisturbed[1:])

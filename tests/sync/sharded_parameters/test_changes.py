@@ -136,4 +136,4 @@ def test_two_neighbours_lost_at_once_lose_the_state() -> None:
 
 @pytest.mark.slow
 def test_two_others_lost_at_once_lose_nothing() -> None:
-    check(Case(), [Kill(5, 1, "forward"), Kill(5, 3, "receiving")], (1, 2, 3, 4))
+    check(Case(), [Kill(5, 1, "forward", after=(3,)), Kill(5, 3, "receiving")], (1, 2, 3, 4))

@@ -79,14 +79,14 @@ def test_another_in_the_place_of_a_lost_one() -> None:
 
 def test_group_that_is_lost_as_a_whole_loses_nothing() -> None:
     """Workers 3 and 4."""
-    found = check(case(), [Kill(5, 3, "forward"), Kill(5, 4, "receiving")], FOUR)
+    found = check(case(), [Kill(5, 3, "forward", after=(4,)), Kill(5, 4, "receiving")], FOUR)
     assert found.groups == [FOUR, (1, 2, 4), (1, 2)]
 
 
 def test_both_holders_of_a_row_lost_lose_the_state() -> None:
     """Workers 2 and 4 own the second half."""
     with pytest.raises((StateLostError, LostGroupError), match="lies with 2 workers, one of each shard group"):
-        run(case(), [Kill(5, 2, "forward"), Kill(5, 4, "receiving")], FOUR)
+        run(case(), [Kill(5, 2, "forward", after=(4,)), Kill(5, 4, "receiving")], FOUR)
 
 
 def test_rows_that_differ_between_groups_are_found() -> None:
