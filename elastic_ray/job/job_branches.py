@@ -28,6 +28,7 @@ class JobBranches:
         self._running: asyncio.Task[None] | None = None
         self._outcome: BranchResult | BranchError | None = None
         self._last_step, self._looked_s = 0, 0.0
+        self._told = ""  # why the job was not branched when slots were idle
 
     def start(self, plan: BranchPlan, start: Callable[[JobSpec], Any]) -> None:
         """Start a background comparison of branches, submitted by ``start``. Raises BranchError if it cannot start."""
@@ -66,7 +67,9 @@ class JobBranches:
             if not await asyncio.to_thread(slots_are_idle, self._parts.spec):
                 return
         except RuntimeError as error:
-            logger.info("job %s is not branched: %s", self._parts.spec.job, error)
+            if str(error) != self._told:  # it is asked every few seconds
+                logger.info("%s", error)
+            self._told = str(error)
             return
         self._last_step, self._outcome = step, None
         await self._compare(run, start)

@@ -331,10 +331,11 @@ def _epoch(view: JobView) -> int:
 def _noise(family: _Family, view: JobView) -> NoiseScale | None:
     """Return the family's noise at the job's epoch, or else the earliest known noise; noise rises during training.
 
-    Since var = tr(Sigma) / M0, it is rescaled if the job's M0 differs from the measuring job's.
+    Since var = tr(Sigma) / M0, it is rescaled if the job's M0 differs from the measuring job's. A job of one batch size
+    needs none: jobs of its kind may never have measured any.
     """
     if not family.noise or view.init_batch_size is None:
-        return None
+        return NoiseScale(sqr=0.0, var=0.0) if view.max_batch_size in (None, view.init_batch_size) else None
     noise, batches, _ = family.noise.get(_epoch(view)) or family.noise[min(family.noise)]
     if batches.init_batch_size == view.init_batch_size:
         return noise

@@ -86,7 +86,7 @@ def test_branches_find_where_samples_lose_their_worth(ray_cluster: Any, tmp_path
 
 
 def test_idle_slots_have_branches_by_themselves(ray_cluster: Any, tmp_path: Path) -> None:
-    handle = submit(tmp_path, name="idle", rate=0.05, branch_when_idle=True)
+    handle = submit(tmp_path, name="idle", rate=0.05, most=1024, branch_when_idle=True)  # more than it will choose
 
     def results() -> list[Any]:
         events = [event for event in handle.events() if event.kind is EventKind.BRANCH]

@@ -145,6 +145,15 @@ def test_a_fixed_batch_is_fitted_as_one() -> None:
         assert halved == pytest.approx(ratio, rel=0.02)
 
 
+@pytest.mark.parametrize(("most", "known"), [(None, True), (64, True), (4096, False)])
+def test_jobs_of_one_batch_share_speeds_without_noise(most: int | None, known: bool) -> None:
+    knowledge = Knowledge()
+    still = GoodputModel(MODEL.throughput_model, NoiseScale(sqr=0.0, var=0.0), 64)
+    knowledge.learn(dataclasses.replace(measured("old", (1, 2)), max_batch_size=None, models={"T4": still}), 0.0)
+    told = knowledge.complete(dataclasses.replace(fresh(), max_batch_size=most), 1.0)
+    assert (told.goodput is not None) == known and told.most_workers == (2 if known else fresh().most_workers)
+
+
 def test_a_measurement_that_is_corrected_corrects_the_model() -> None:
     """The first steps of a job are slow, and it may never run in another shape."""
     knowledge = Knowledge()
