@@ -50,6 +50,8 @@ class StepSplit:
     halving: Halving | None = None
     least: int = 1  # fewest samples in a rank's micro-batch, if the step has enough samples for all ranks
     owed: int = 0  # size of the first step if the model already contains its update but its commit was lost; else 0
+    # most samples in a rank's micro-batch, for the owed step, whose size is of a larger batch; None for no bound
+    most: int | None = None
     shard: int = 0  # index of the part of the rank's samples that this worker reads, if a unit's workers divide them
     shards: int = 1  # number of equal parts into which the rank's samples are divided
     _first: tuple[int, int] = dataclasses.field(init=False, default=(-1, 0))  # position, and committed steps there
@@ -70,6 +72,8 @@ class StepSplit:
 
     def micro_steps_at(self, position: int, count: int) -> int:
         """Return the number of micro-batches per rank in the step of ``count`` samples at ``position``."""
+        if self.most is not None and self.owed_at(position):
+            return max(self.micro_steps, -(-count // (self.world_size * self.most)))
         if self.halving is None or self.micro_steps > 1:
             return self.micro_steps
         return 2 if self.halving.due(self.step_at(position), count) else 1
@@ -100,7 +104,7 @@ class StepSplit:
 
     def sizes(self, count: int, position: int) -> list[list[int]]:
         """Return ``sizes[rank][micro]``, which divide the ``count`` samples of the step at ``position``; read-only."""
-        key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
+        key = count, self.micro_steps_at(position, count)
         if key not in self._sizes:
             parts = split(
                 count // self.shards,
@@ -114,7 +118,7 @@ class StepSplit:
 
     def slices(self, count: int, position: int) -> list[slice]:
         """Return this rank's slices of the step's ``count`` samples, one per micro-step; empty if it has none."""
-        key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
+        key = count, self.micro_steps_at(position, count)
         if key not in self._slices:
             self._slices[key] = self.slices_of(self.rank, count, key[1])
         return self._slices[key]

@@ -571,6 +571,7 @@ class AdaptiveDataLoader(ShownArguments, ResumableLoader):
                 halving=self._halving(shape),
                 least=self._session.registry.least_share if self._leads and not self._given.whole_batches else 1,
                 owed=self._owed(),
+                most=session.states.progress.memory_bound,
                 shard=self._shard_of_unit[0],
                 shards=self._shard_of_unit[1],
             )

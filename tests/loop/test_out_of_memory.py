@@ -488,6 +488,28 @@ def test_steps_of_every_loader_are_drawn_again(ranks: Ranks) -> None:
         assert found[2:] == (15, 8) and found[0] == pytest.approx(calm[0], abs=1e-5)
 
 
+def test_a_step_with_one_update_is_drawn_in_parts() -> None:
+    """The first model has its update from a batch that a ramp has enlarged; the second has no room for it."""
+    memory = Allocator("forward", 20)
+    nets = [Net(Allocator("forward", SAMPLES)), Net(memory)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in nets]
+    models = [er.AdaptiveDataParallel(*each, scaling_rule="none") for each in zip(nets, optimizers, strict=True)]
+    loader = er.AdaptiveDataLoader(rows(), batch_size=[(0, 8), (0.5, 64)], seed=1)
+    samples, drawn = list[int](), 0
+    for _ in er.remaining_epochs_until(2):
+        totals = er.Accumulator()
+        for x, y in loader:
+            drawn += 1
+            assert drawn < 100, "the same step is drawn again and again"
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                plain(model, optimizer, x, y)
+            totals["samples"] += len(x)
+        samples.append(int(totals["samples"]))
+    assert (samples, current_session().progress.memory_bound) == ([SAMPLES, SAMPLES], 16)
+    assert memory.refused == 4, "64 samples and 32, and the first halves that lost outputs are made of"
+
+
 class Similarity(nn.Module):
     """Of each sample with each."""
 
