@@ -28,8 +28,6 @@ from placement.storage.storage_calls import call_storage
 from placement.text import printable
 
 if TYPE_CHECKING:
-    from ray.train.v2.api.result import Result
-
     from placement.allocator.explaining import Explanation
 
 logger = logging.getLogger(__name__)
@@ -45,10 +43,6 @@ def make_result(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float = 
     """
     import pandas as pd
     from ray.train import Checkpoint
-    from ray.train.v2.api.exceptions import TrainingFailedError
-    from ray.train.v2.api.result import Result
-
-    from elastic_ray.errors import TrainFunctionError
 
     kept: list[tuple[Checkpoint, dict[str, Any]]] = [
         (Checkpoint(path, storage.filesystem), dict(metrics)) for path, metrics in outcome.checkpoints

@@ -334,8 +334,6 @@ def _tensor_indices(skeleton: Any) -> list[TensorIndex]:
 class ModuleState:
     """Parameters and buffers of a ``module``."""
 
-    in_place = True
-
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self._divided: list[Any] = [  # by torch's fully_shard, which takes a second to import
@@ -373,8 +371,6 @@ class ModuleState:
 
 class OptimizerState:
     """Moments, step counts and parameter groups of an optimizer, keyed by parameter order."""
-
-    in_place = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -423,8 +419,6 @@ def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
 
 class DictState:
     """State of any object with ``state_dict`` and ``load_state_dict``: schedulers, gradient scalers, metrics."""
-
-    in_place = False
 
     def __init__(self, target: Any) -> None:
         self.target = target
