@@ -295,10 +295,6 @@ class ElasticTrainable(Trainable):
         if job is not None:
             job.stop(paused=self._asked_last and not job.done)
 
-    def vacate(self) -> None:
-        """Stop the trial's job and release its resources, while Tune keeps this actor for another trial."""
-        self.cleanup()
-
     def _place(self) -> StorageContext:
         """Return Tune's storage for this trial's results."""
         assert self._storage is not None, "Tune gives every trial a place"
@@ -338,7 +334,7 @@ class ElasticTrainable(Trainable):
 
 
 def _notify_kept_actors() -> None:
-    """Patch Tune's loop, which will run in this process, to call ``vacate`` on an actor that it keeps for reuse.
+    """Patch Tune's loop, which will run in this process, to call ``cleanup`` on an actor that it keeps for reuse.
 
     With ``reuse_actors=True``, Tune may keep the actor of a finished or paused trial and call nothing on it until
     another trial needs an actor or the search ends; the old trial would hold its workers until then. The actor cannot
@@ -353,7 +349,7 @@ def _notify_kept_actors() -> None:
     def keep_and_tell(self: TuneController, trial: Any) -> bool:
         actor, kept = trial.temporary_state.ray_actor, bool(keep(self, trial))
         if kept and issubclass(trial.get_trainable_cls(), ElasticTrainable):
-            actor.vacate.remote()
+            actor.cleanup.remote()
         return kept
 
     TuneController._maybe_cache_trial_actor = keep_and_tell  # type: ignore[method-assign]

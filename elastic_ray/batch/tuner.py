@@ -63,7 +63,6 @@ class TunerSnapshot:
     limits: BatchLimits  # the user's limits
     observations: tuple[Observation, ...] = ()  # median times of each configuration, the latest seen last
     noise: NoiseScale | None = None  # the latest noise scale
-    upper: int | None = None  # largest local batch by bounds and out-of-memory errors; None = no bound
     batch_size: int = 0  # global batch of the latest observation, 0 before the first
     steps: int = 0  # steps observed in a row at that batch
 
@@ -204,7 +203,6 @@ class BatchTuner:
             limits=self.limits,
             observations=tuple(_observation(*item) for item in self._records.items()),
             noise=self._noise,
-            upper=self.upper,
             batch_size=self._batch_size,
             steps=self._steps,
         )

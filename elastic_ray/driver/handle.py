@@ -23,13 +23,11 @@ from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, JobSta
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.sealed import Raised, Sealed
 from placement.checks import check_number, check_whole
-from placement.ray_cluster.named_actors import ALLOCATOR, find_actor
+from placement.ray_cluster.named_actors import ALLOCATOR, find_actor, insist
 from placement.storage.storage_calls import call_storage
 from placement.text import printable
 
 if TYPE_CHECKING:
-    from ray.train.v2.api.result import Result
-
     from placement.allocator.explaining import Explanation
 
 logger = logging.getLogger(__name__)
@@ -45,10 +43,6 @@ def make_result(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float = 
     """
     import pandas as pd
     from ray.train import Checkpoint
-    from ray.train.v2.api.exceptions import TrainingFailedError
-    from ray.train.v2.api.result import Result
-
-    from elastic_ray.errors import TrainFunctionError
 
     kept: list[tuple[Checkpoint, dict[str, Any]]] = [
         (Checkpoint(path, storage.filesystem), dict(metrics)) for path, metrics in outcome.checkpoints
@@ -104,7 +98,6 @@ def all_reports(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float) -
     return [*before.values(), *outcome.reports]
 
 
-_AWAY_POLL_S = 0.1
 _BRANCH_POLL_S = 0.5
 _LONGEST_ASK_S = 5.0  # of one call, below its time-out
 
@@ -151,7 +144,7 @@ class JobHandle:
                 "under the same name to continue from its last checkpoint"
             )
         try:
-            spec = _spec_of(controller)
+            spec: JobSpec = insist(controller.spec.remote, timeout_s=START_TIMEOUT_S, patience_s=START_TIMEOUT_S)
         except RayActorError as error:
             raise ValueError(f"job {job!r} ended while it was being attached to: {error}") from error
         return cls(controller, spec)
@@ -441,17 +434,13 @@ class JobHandle:
         # The job trains on without its controller for that long: while another process of it starts, calls wait.
         away_s = max(CALL_TIMEOUT_S, self._spec.elastic.controller_timeout_s)
         timeout_s = away_s if self._lease.answered else START_TIMEOUT_S
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            while True:
-                try:
-                    left_s = max(0.0, deadline_s - time.monotonic())
-                    return ray.get(getattr(self._controller, method).remote(*arguments, **options), timeout=left_s)
-                except ActorUnavailableError:  # it is being restarted; asked twice, it does the same
-                    if time.monotonic() > deadline_s:
-                        raise GetTimeoutError(f"{method}() found no controller") from None
-                    time.sleep(_AWAY_POLL_S)
-        except GetTimeoutError as error:
+        try:  # asked twice, while its process is restarted, it does the same
+            return insist(
+                lambda: getattr(self._controller, method).remote(*arguments, **options),
+                timeout_s=timeout_s,
+                patience_s=timeout_s,
+            )
+        except (GetTimeoutError, ActorUnavailableError) as error:
             raise TimeoutError(
                 f"the controller of job {self.job!r} has not answered {method}() within "
                 f"{timeout_s:g} s; its node may be overloaded or gone; ask again"
@@ -463,19 +452,6 @@ class JobHandle:
             return None
         except RayTaskError as error:  # the controller refused: its own words, without Ray's frames
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
-
-
-def _spec_of(controller: Any) -> JobSpec:
-    """Return the submitted specification, waiting if the controller is being restarted."""
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            spec: JobSpec = ray.get(controller.spec.remote(), timeout=START_TIMEOUT_S)
-            return spec
-        except ActorUnavailableError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(_AWAY_POLL_S)
 
 
 def _state(status: JobStatus) -> str:

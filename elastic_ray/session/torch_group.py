@@ -467,9 +467,7 @@ class Transfer(EndedWork):
         try:
             return act()
         except CommunicationFailedError as error:
-            if ledger.step is None:
-                raise
-            ledger.fail(str(error))
+            ledger.lose_by(error)
             return None
 
 

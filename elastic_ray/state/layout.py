@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import Communicator
 
-_BYTES = 6  # exact in float64
 _MOST_FACTS = 3
 _SHOWN = 80
 # Preprocessing on another kind of CPU may round otherwise.
@@ -29,8 +28,7 @@ class Facts:
     @property
     def fingerprint(self) -> int:
         """Hash of the facts, never 0."""
-        digest = hashlib.blake2b(self._text(), digest_size=_BYTES)
-        return int.from_bytes(digest.digest(), "big") or 1
+        return digest(self._text()) or 1
 
     def _text(self) -> bytes:
         return json.dumps(self.facts).encode()

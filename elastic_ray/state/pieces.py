@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -118,26 +118,37 @@ def split_tree(tree: Any) -> tuple[Any, list[NamedPieces]]:
     """
     found: list[NamedPieces] = []
 
-    def add(path: Path, pieces: Pieces) -> TensorIndex:
-        found.append(NamedPieces(path, pieces))
+    def add(leaf: Any, path: Path) -> TensorIndex:
+        found.append(NamedPieces(path, leaf if isinstance(leaf, Pieces) else Pieces.of(leaf)))
         return TensorIndex(len(found) - 1)
+
+    return skeleton_of(tree, add, leaves=(Tensor, Pieces)), found
+
+
+def skeleton_of(tree: Any, add: Callable[[Any, Path], TensorIndex], *, leaves: Any = Tensor) -> Any:
+    """Return a tree with the result of ``add(leaf, path)`` in place of each of its leaves; other values stay.
+
+    Raises NotPlainError if the tree is nested too deeply or contains itself.
+    """
 
     def visit(node: Any, path: Path) -> Any:
         if len(path) > DEEPEST:
             raise too_deep("".join(f"[{key!r}]" for key in path))
-        if isinstance(node, Pieces):
-            return add(path, node)
         if isinstance(node, Tensor) and node.layout == torch.sparse_coo:
             whole = node.detach().coalesce()
-            indices = add((*path, "indices"), Pieces.of(whole.indices()))
-            return SparseIndex(indices, add((*path, "values"), Pieces.of(whole.values())), tuple(whole.shape))
-        if isinstance(node, Tensor):
-            return add(path, Pieces.of(node))
+            indices = add(whole.indices(), (*path, "indices"))
+            return SparseIndex(indices, add(whole.values(), (*path, "values")), tuple(whole.shape))
+        if isinstance(node, leaves):
+            return add(node, path)
         if isinstance(node, Mapping):
-            kind: Any = type(node) if type(node) in (collections.OrderedDict, collections.Counter) else dict
-            return kind({key: visit(value, (*path, key)) for key, value in node.items()})
+            return alike(type(node), {key: visit(value, (*path, key)) for key, value in node.items()})
         if type(node) in (list, tuple):
             return type(node)(visit(value, (*path, index)) for index, value in enumerate(node))
         return node
 
-    return visit(tree, ()), found
+    return visit(tree, ())
+
+
+def alike(kind: type[Any], values: dict[Any, Any]) -> Any:
+    """Return a mapping with these values: an OrderedDict or Counter if a scheduler may rely on that (milestones)."""
+    return kind(values) if kind in (collections.OrderedDict, collections.Counter) else values

@@ -94,9 +94,6 @@ class PassProgress:
 _MOST_ENDS = 128
 """Ends of epochs that are remembered: they travel with every heartbeat, and a run may have a million epochs."""
 
-_STORED_AS = {"passes": "loops", "loader_steps": "ticks", "optimizers_stepped": "slot", "ended_passes": "passes"}
-"""Names of fields in automatic checkpoints and between workers, where they are others: those of the first version."""
-
 
 @dataclasses.dataclass(slots=True)
 class RunProgress:
@@ -316,8 +313,7 @@ class RunProgress:
 
     def to_state(self) -> dict[str, Any]:
         """Return plain values for joining ranks and checkpoints, which resume at the last common position."""
-        state = {_STORED_AS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
-        return state | {
+        return dataclasses.asdict(self) | {
             "collectives": self.collectives_before,
             "joined_at": self.collectives if self.meeting else None,
             "meeting": False,
@@ -326,9 +322,7 @@ class RunProgress:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunProgress:
         """Return the progress that :meth:`to_state` wrote. Raises TypeError if the state has different fields."""
-        names = {_STORED_AS.get(field.name, field.name): field.name for field in dataclasses.fields(cls)}
-        values = {names.get(name, name): value for name, value in state.items()}
-        return cls(**{**values, "passes": [PassProgress(**each) for each in values["passes"]]})
+        return cls(**{**state, "passes": [PassProgress(**each) for each in state["passes"]]})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,4 +335,4 @@ class Effects:
 
 def in_no_generation(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a stored state adapted for a new job: without its generation, and with no optimizer step in progress."""
-    return {**state, "lineage": 0, _STORED_AS["optimizers_stepped"]: 0}
+    return {**state, "lineage": 0, "optimizers_stepped": 0}

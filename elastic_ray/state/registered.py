@@ -106,8 +106,6 @@ class ModuleExtras:
         warn: Warns the job's user about a state that cannot be sent.
     """
 
-    in_place = False
-
     def __init__(self, module: nn.Module, *, sums: bool = False, warn: Callable[[str], None] = logger.warning) -> None:
         self._module, self._sums, self._warn = module, sums, warn
         self._left_out: set[str] = set()

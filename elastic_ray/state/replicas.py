@@ -5,20 +5,18 @@ A fingerprint of the parameters, and of how they are trained, is sent with annou
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from elastic_ray.communication.communicator import Communicator
-from elastic_ray.state.layout import Facts, ReplicasDifferError
+from elastic_ray.state.layout import Facts, ReplicasDifferError, digest
 
 _EARLY = (1, 10)  # what goes wrong in every step is not to be found out a hundred steps later
 _EVERY = 100
 # Passes of a few steps need no check each: as many steps in between as this part of all before, at most _EVERY.
 _PART_OF_ALL = 4
-_BYTES = 6  # exact in float64
 _NAMED = 5
 
 
@@ -92,8 +90,7 @@ class Replicas:
         Nothing is recorded if code in the last epoch has already changed them after its steps.
         """
         if self.due(steps, always=True) and self._held == self._memory():
-            digest = hashlib.blake2b(repr(self._sums()).encode(), digest_size=_BYTES)
-            self._left = loader_steps, int.from_bytes(digest.digest(), "big") or 1
+            self._left = loader_steps, digest(self._sums()) or 1
 
     def left_at(self, loader_steps: int) -> int:
         """Return the fingerprint recorded when the loop ended if that was after ``loader_steps`` steps; otherwise 0."""
@@ -104,9 +101,7 @@ class Replicas:
         """Return a fingerprint, never 0, of all parameters and of how they are trained, after ``steps`` steps."""
         self._checked, every = steps, (steps // _EVERY + 1) * _EVERY
         self.next_check = min(each for each in (*(self._started + early for early in _EARLY), every) if each > steps)
-        told = repr((self._sums(), self._settings().fingerprint))
-        digest = hashlib.blake2b(told.encode(), digest_size=_BYTES)
-        return int.from_bytes(digest.digest(), "big") or 1
+        return digest((self._sums(), self._settings().fingerprint)) or 1
 
     def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
         """Compare the fingerprints announced by all ranks; if they differ, jointly find the tensor that differs.
@@ -255,10 +250,7 @@ def digest_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in folded:
         by_device.setdefault(each.device, []).append(each)
-    told = [torch.stack(each).tolist() for each in by_device.values()]
-    if not folded:
-        return 0
-    return int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=5).digest(), "big") or 1
+    return (digest([torch.stack(each).tolist() for each in by_device.values()]) or 1) if folded else 0
 
 
 def different_ranks(told: Sequence[int], joined: Sequence[bool]) -> tuple[int, ...]:

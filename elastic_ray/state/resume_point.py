@@ -16,7 +16,7 @@ class UnreadableStateError(Exception):
 class ResumePoint:
     """Position of a checkpoint in its run: epoch, samples used in each pass, steps and reports.
 
-    The resume point is written as JSON beside every checkpoint, under the field names of the first version.
+    The resume point is written as JSON beside every checkpoint.
     """
 
     epoch: int  # epoch to continue in, from 0
@@ -34,17 +34,7 @@ class ResumePoint:
 
     def to_json(self) -> dict[str, Any]:
         """Return the resume point as JSON values."""
-        return {
-            "epoch": self.epoch,
-            "epochs": self.epochs,
-            "loops": [list(each) for each in self.passes],
-            "steps": self.steps,
-            "reports": self.reports,
-            "done": self.done,
-            "epoch_ends": list(self.epoch_ends),
-            "stride": self.stride,
-            "left": self.samples_left,
-        }
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, point: Any) -> ResumePoint | None:
@@ -59,7 +49,7 @@ class ResumePoint:
         if "epoch" not in point:
             raise ValueError("it has no 'epoch'")
         try:
-            passes = tuple((_position(position), done) for position, done in point.get("loops", ()))
+            passes = tuple((_position(position), done) for position, done in point.get("passes", ()))
             done, ends = float(point.get("done", 0.0)), tuple(float(end) for end in point.get("epoch_ends", ()))
         except (TypeError, OverflowError) as error:
             raise ValueError(f"it is not a position in a run: {error}") from None
@@ -74,7 +64,7 @@ class ResumePoint:
             done=done,
             epoch_ends=ends,
             stride=_count(point, "stride", least=1),
-            samples_left=_count(point, "left"),
+            samples_left=_count(point, "samples_left"),
         )
 
 

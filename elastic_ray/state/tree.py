@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,6 @@ import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.state.codec import (
-    DEEPEST,
     NotPlainError,
     SparseIndex,
     TensorIndex,
@@ -20,8 +18,8 @@ from elastic_ray.state.codec import (
     dtype_name,
     dtype_of,
     encode,
-    too_deep,
 )
+from elastic_ray.state.pieces import Path, alike, skeleton_of
 
 # Tensors under this size travel in one message together.
 _SMALL_BYTES = 1 << 18
@@ -139,25 +137,12 @@ def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
     """
     tensors: list[torch.Tensor] = []
 
-    def add(tensor: torch.Tensor) -> TensorIndex:
-        tensors.append(getattr(tensor, "_local_tensor", tensor))  # of what a unit has divided, this worker's part
+    def add(tensor: torch.Tensor, path: Path) -> TensorIndex:
+        whole = tensor.detach()
+        tensors.append(getattr(whole, "_local_tensor", whole))  # of what a unit has divided, this worker's part
         return TensorIndex(len(tensors) - 1)
 
-    def visit(node: Any, path: tuple[Any, ...]) -> Any:
-        if len(path) > DEEPEST:
-            raise too_deep("".join(f"[{key!r}]" for key in path))
-        if isinstance(node, torch.Tensor) and node.layout == torch.sparse_coo:
-            whole = node.detach().coalesce()
-            return SparseIndex(add(whole.indices()), add(whole.values()), tuple(whole.shape))
-        if isinstance(node, torch.Tensor):
-            return add(node.detach())
-        if isinstance(node, Mapping):
-            return _alike(type(node), {key: visit(value, (*path, key)) for key, value in node.items()})
-        if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
-            return type(node)(visit(value, (*path, index)) for index, value in enumerate(node))
-        return node
-
-    return visit(tree, ()), tensors
+    return skeleton_of(tree, add), tensors
 
 
 def unpack(skeleton: Any, tensors: Sequence[Any]) -> Any:
@@ -180,15 +165,10 @@ def _with_leaves(skeleton: Any, leaf: Callable[[TensorIndex | SparseIndex], Any]
     if isinstance(skeleton, (TensorIndex, SparseIndex)):
         return leaf(skeleton)
     if isinstance(skeleton, dict):
-        return _alike(type(skeleton), {key: _with_leaves(value, leaf) for key, value in skeleton.items()})
+        return alike(type(skeleton), {key: _with_leaves(value, leaf) for key, value in skeleton.items()})
     if type(skeleton) in (list, tuple):
         return type(skeleton)(_with_leaves(value, leaf) for value in skeleton)
     return skeleton
-
-
-def _alike(kind: type[Any], values: dict[Any, Any]) -> Any:
-    """Return a mapping with these values: an OrderedDict or Counter if a scheduler may rely on that (milestones)."""
-    return kind(values) if kind in (collections.OrderedDict, collections.Counter) else values
 
 
 def _bytes_of(tensor: torch.Tensor, spec: _Spec) -> torch.Tensor:
@@ -334,8 +314,6 @@ def _tensor_indices(skeleton: Any) -> list[TensorIndex]:
 class ModuleState:
     """Parameters and buffers of a ``module``."""
 
-    in_place = True
-
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self._divided: list[Any] = [  # by torch's fully_shard, which takes a second to import
@@ -373,8 +351,6 @@ class ModuleState:
 
 class OptimizerState:
     """Moments, step counts and parameter groups of an optimizer, keyed by parameter order."""
-
-    in_place = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -423,8 +399,6 @@ def as_divided(values: dict[str, Any], param: Any) -> dict[str, Any]:
 
 class DictState:
     """State of any object with ``state_dict`` and ``load_state_dict``: schedulers, gradient scalers, metrics."""
-
-    in_place = False
 
     def __init__(self, target: Any) -> None:
         self.target = target

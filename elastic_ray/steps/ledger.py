@@ -463,15 +463,19 @@ class StepLedger:
             self._failure = cause
             self._update()
 
+    def lose_by(self, error: Exception) -> None:
+        """Mark the current step as lost for this error of a collective; outside steps, raise the error."""
+        if self.step is None:
+            raise error
+        self.fail(str(error))
+
     def clear_failure(self) -> None:
         """Clear the failure when a new group is entered; until all its ranks have trained, they share no steps."""
         self.trains_in_rounds = False
         self._failure, self._around = None, (None, 0)
         if self._left is not None:
-            self._failure, self._left = (
-                _LEFT,
-                dataclasses.replace(self._left, progress=copy.deepcopy(self.state.progress)),
-            )
+            self._failure = _LEFT
+            self._left = dataclasses.replace(self._left, progress=copy.deepcopy(self.state.progress))
             self.state.progress.sums = self._left.sums
             self.state.snapshot(self._left.depth)
         self._update()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import hashlib
 import math
 from collections.abc import Sequence
 
+from elastic_ray.state.layout import digest
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.spec import Owner, Reduce, Rows, Strategy, Sync
 
@@ -177,9 +177,8 @@ class SyncPlan:
     @property
     def digest(self) -> int:
         """40-bit digest of the plan, compared between all ranks before the first step."""
-        text = repr([(b.params, b.group, b.sync, b.owner, b.nodes) for b in self.buckets]) + self.strategy.to_json()
-        text += repr(self.tiles.divided) if self.tiles is not None else ""
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
+        buckets = [(b.params, b.group, b.sync, b.owner, b.nodes) for b in self.buckets]
+        return digest((buckets, self.strategy.to_json(), self.tiles.divided if self.tiles is not None else None))
 
 
 def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> SyncPlan:

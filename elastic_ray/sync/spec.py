@@ -348,11 +348,6 @@ class Strategy:
         return self.average is None and all(_wire(sync).exact for sync in self.syncs)
 
     @property
-    def gives_statistics(self) -> bool:
-        """True if the gradient noise scale can be measured in every step; compression allows it only in some steps."""
-        return self.average is None and all(_wire(sync).gives_statistics for sync in self.syncs)
-
-    @property
     def keeps_residuals(self) -> bool:
         """True if ranks carry compression errors over from one step to the next."""
         return any(_wire(sync).compresses for sync in self.syncs)

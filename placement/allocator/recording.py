@@ -36,16 +36,6 @@ _ENDLESS = 1_000_000_000
 _EVENTS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Event)}
 # Of the configuration; no core reads them.
 _SHELLS_OWN = ("notices", "autoscaling", "dashboard", "metrics", "record", "storage", "orphan_timeout_s")
-# Settings of older recordings that are constants now: with these values core and policies decide as they did.
-_CONSTANT = {
-    "settle_s": 1.5,
-    "unsatisfiable_s": 3.0,
-    "model_change": 0.1,
-    "fair_share": True,  # this and the following ones of ``pollux`` and ``sia``
-    "most_nodes": 16,
-    "unallocated": 1.1,
-    "gap": 1e-4,
-}
 # Of annotations whose modules do not import them.
 _LATE = {"Observation": Observation, "GoodputModel": GoodputModel, "BatchForecast": BatchForecast}
 
@@ -201,18 +191,13 @@ def _life(start: dict[str, Any], events: list[tuple[float, float, Event]], decid
         raise ValueError(f"format must be {FORMAT}, but got {start['format']!r}")
     return Life(
         policy=_built(str, start["policy"]),
-        settings=_built(Mapping[str, Any], _variable(start["settings"])),
-        config=_built(AllocatorConfig, _variable(start["config"])),
+        settings=_built(Mapping[str, Any], start["settings"]),
+        config=_built(AllocatorConfig, start["config"]),
         settling=_built(bool, start["settling"]),
         events=tuple((now_s, event) for now_s, _, event in events),
         decided=tuple(decided),
         steady_s=tuple(steady_s for _, steady_s, _ in events) if was_set else (),
     )
-
-
-def _variable(plain: Any) -> dict[str, Any]:
-    """Return recorded settings without those that are now constants with the same value."""
-    return {name: value for name, value in _checked(plain, dict).items() if _CONSTANT.get(name, ...) != value}
 
 
 def _built(kind: Any, plain: Any) -> Any:

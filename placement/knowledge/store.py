@@ -237,10 +237,7 @@ def _row(kind: str, record: object) -> dict[str, Any]:
 
 
 def _measurements(table: pa.Table) -> Measurements:
-    """Return the measurements in the rows; columns missing in files from earlier versions count as null."""
-    for name in ("samples", "part", "declarer", "form", "strategy"):
-        if name not in table.column_names:
-            table = table.append_column(name, pa.nulls(len(table), _SCHEMA.field(name).type))
+    """Return the measurements in the rows."""
     rows = table.select(_SCHEMA.names).to_pylist()
     steps, noises, lengths, strategies = (
         tuple(_record(kind, row) for row in rows if row["kind"] == kind) for kind in _KINDS

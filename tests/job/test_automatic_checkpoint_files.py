@@ -31,7 +31,7 @@ def trees(value: float = 1.0) -> dict[str, Any]:
     return {
         "model/0": {"weight": torch.full((3, 4), value), "steps": torch.tensor(7)},
         "lr_scheduler/0/0": {"milestones": {3: 1}, "last": [1, None, "x", 2.5, (1, 2)]},
-        "run": {"epoch": 1, "sums": {(0, 1): {"loss": 0.25}}, "loops": [{"position": 3, "done": False}]},
+        "run": {"epoch": 1, "sums": {(0, 1): {"loss": 0.25}}, "passes": [{"position": 3, "done": False}]},
         "shape": {"atomic_bsz": 8, "accum_steps": 1},
     }
 

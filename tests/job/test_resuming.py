@@ -27,7 +27,7 @@ from elastic_ray.worker.messages import WorkerReport
 from tests.hanging_storage import HangingStorage
 from tests.job.specs import spec
 
-POINT = {"epoch": 1, "epochs": 4, "loops": [[48, False]], "steps": 10, "reports": 1, "done": 9.5, "epoch_ends": [8.0]}
+POINT = {"epoch": 1, "epochs": 4, "passes": [[48, False]], "steps": 10, "reports": 1, "done": 9.5, "epoch_ends": [8.0]}
 
 
 def at(steps: int) -> ResumePoint:
@@ -66,9 +66,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "negative": (note(reports=-1), "reports must be a whole number"),
     "no epoch": (json.dumps({"progress": {"steps": 3}, "metrics": {}}), "it has no 'epoch'"),
     "a list": (json.dumps({"progress": [1], "metrics": {}}), "progress=[1], which is no object"),
-    "loops": (note(loops=[["x", False]]), "position must be a whole number"),
-    "loops of three": (note(loops=[[1, 2, 3]]), "is not used"),
-    "loops that are none": (note(loops=7), "not a position in a run"),
+    "passes": (note(passes=[["x", False]]), "position must be a whole number"),
+    "passes of three": (note(passes=[[1, 2, 3]]), "is not used"),
+    "passes that are none": (note(passes=7), "not a position in a run"),
     "no JSON": ("{", "is not JSON"),
     "not ours": ("[]", "lacks 'progress'"),
 }

@@ -92,7 +92,7 @@ def test_ranks_that_begin_at_different_places_are_told() -> None:
         ({}, ValueError, "must come from state_dict.., but is empty"),
         ([], ValueError, "must be an object, but is"),
         ({"epoch": -1}, ValueError, "epoch must be a whole number from 0, but is -1"),
-        ({"epoch": 0, "loops": [["a", False]]}, ValueError, "position must be a whole number from 0, but is 'a'"),
+        ({"epoch": 0, "passes": [["a", False]]}, ValueError, "position must be a whole number from 0, but is 'a'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(state: Any, error: type[Exception], says: str) -> None:

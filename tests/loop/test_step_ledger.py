@@ -91,6 +91,14 @@ def test_what_a_survivor_has_applied_is_not_applied_again(ledger: StepLedger, st
     assert ledger.may_apply()
 
 
+def test_errors_lose_a_step_and_are_raised_outside(ledger: StepLedger, state: State) -> None:
+    with pytest.raises(ConnectionError, match="gone"):
+        ledger.lose_by(ConnectionError("gone"))
+    begun(ledger, state)
+    ledger.lose_by(ConnectionError("gone"))
+    assert ledger.failure == "gone"
+
+
 def test_only_the_last_micro_step_applies(ledger: StepLedger, state: State) -> None:
     step = begun(ledger, state, micro_steps=2)
     assert ledger.accumulating and not ledger.may_apply()

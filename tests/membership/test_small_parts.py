@@ -119,17 +119,14 @@ def test_a_resume_point_survives_json_and_comes_back(run: RunProgress) -> None:
     assert back.resume_point() == run.resume_point()
 
 
-def test_a_resume_point_of_an_older_version_is_read() -> None:
+def test_a_resume_point_needs_only_its_epoch() -> None:
     assert ResumePoint.from_json({"epoch": 3}) == ResumePoint(epoch=3)
     assert ResumePoint.from_json({}) is None, "it says nothing"
 
 
 @given(runs)
-def test_a_state_is_stored_by_the_first_versions_names(run: RunProgress) -> None:
-    stored = run.to_state()
-    assert {"loops", "ticks", "slot", "passes"} < stored.keys()
-    assert (stored["ticks"], stored["passes"]) == (run.loader_steps, run.ended_passes)
-    assert RunProgress.from_state(stored) == run
+def test_a_state_is_read_as_it_was(run: RunProgress) -> None:
+    assert RunProgress.from_state(run.to_state()) == run
 
 
 # -- FailureDetector -------------------------------------------------------------------------------------------------

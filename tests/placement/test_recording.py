@@ -201,22 +201,6 @@ def test_start_that_was_written_without_its_defaults_is_read() -> None:
     assert life.config == AllocatorConfig(gather_s=0.5) and life.make_policy() == GoodputPolicy(lengths=False)
 
 
-@pytest.mark.parametrize(
-    ("policy", "constants"),
-    [
-        ("pollux", {"fair_share": True, "most_nodes": 16}),
-        ("sia", {"unallocated": 1.1, "most_nodes": 16, "gap": 0.0001}),
-    ],
-)
-def test_recorded_settings_that_are_constants_now(policy: str, constants: dict[str, typing.Any]) -> None:
-    said = json.loads(start_line(make_policy(policy), None, settling=False))
-    said["start"]["settings"] |= constants
-    assert only_life([json.dumps(said) + "\n"]).make_policy() == make_policy(policy)
-    said["start"]["settings"]["most_nodes"] = 4
-    with pytest.raises(InputError, match=f"settings of policy '{policy}' .*most_nodes"):
-        only_life([json.dumps(said) + "\n"]).make_policy()
-
-
 @pytest.mark.parametrize("set_by_s", [-3600.0, 3600.0])
 def test_replay_decides_same_where_time_of_day_was_set(set_by_s: float) -> None:
     core = TellingCore(make_policy("fair_share"), AllocatorConfig(min_interval_s=5.0), Knowledge())

@@ -125,16 +125,16 @@ def test_json_without_what_has_a_default_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "exact", "statistics", "residuals"),
+    ("strategy", "exact", "residuals"),
     [
-        (Strategy(), True, True, False),
-        (Strategy(default=Owner()), True, True, False),
-        (Strategy(default=Reduce(wire=Wire(dtype="bf16"))), False, True, False),
-        (Strategy(default=Reduce(wire=Wire(dtype="int8"))), False, False, True),
-        (Strategy(default=Reduce(wire=Wire(rank=4))), False, False, True),
-        (Strategy(average=Average()), False, False, False),
+        (Strategy(), True, False),
+        (Strategy(default=Owner()), True, False),
+        (Strategy(default=Reduce(wire=Wire(dtype="bf16"))), False, False),
+        (Strategy(default=Reduce(wire=Wire(dtype="int8"))), False, True),
+        (Strategy(default=Reduce(wire=Wire(rank=4))), False, True),
+        (Strategy(average=Average()), False, False),
     ],
 )
-def test_each_says_as_data_what_it_keeps(strategy: Strategy, exact: bool, statistics: bool, residuals: bool) -> None:
-    assert (strategy.exact, strategy.gives_statistics, strategy.keeps_residuals) == (exact, statistics, residuals)
+def test_each_says_as_data_what_it_keeps(strategy: Strategy, exact: bool, residuals: bool) -> None:
+    assert (strategy.exact, strategy.keeps_residuals) == (exact, residuals)
     assert strategy.invariant

@@ -224,7 +224,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         position = read_position(folder)
         if position is not None:
             if self.args.ignore_data_skip:  # from the first sample of the epoch that it stands in
-                position = {**position, "loops": [], "left": 0}
+                position = {**position, "passes": [], "samples_left": 0}
             loader.load_state_dict(position)
         elif not own:
             begun = RunProgress(epoch=epochs, steps=self.state.global_step)

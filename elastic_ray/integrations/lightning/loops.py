@@ -173,7 +173,7 @@ class ElasticFitLoop(_FitLoop):
             theirs.processed += 1
             batches = 0
             if place is not None:
-                place = {**place, "epoch": theirs.processed, "loops": [], "left": 0}
+                place = {**place, "epoch": theirs.processed, "passes": [], "samples_left": 0}
         elif (
             not within
             and batches
@@ -184,7 +184,7 @@ class ElasticFitLoop(_FitLoop):
             theirs.processed -= 1
             within = True
             if place is not None:
-                place = {**place, "epoch": theirs.processed, "loops": [[place["used"], False]]}
+                place = {**place, "epoch": theirs.processed, "passes": [[place["used"], False]]}
         self.epoch_loop.moved_epochs = theirs.processed
         if place is not None:
             self._data_fetcher.loader.load_state_dict(place)

@@ -128,9 +128,7 @@ class TiledOptimizer:
             self._move_state()
             self._close()
         except CommunicationFailedError as error:
-            if run.ledger.step is None:
-                raise
-            run.ledger.fail(str(error))
+            run.ledger.lose_by(error)
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -213,9 +211,7 @@ class TiledOptimizer:
                 self._publisher = None
         except CommunicationFailedError as error:
             self._unpublished, self._publisher = True, None
-            if run.ledger.step is None:
-                raise
-            run.ledger.fail(str(error))
+            run.ledger.lose_by(error)
 
     def _publisher_of(self, senders: Sequence[int]) -> Publisher:
         group, holder = self._run.group, self._holder

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import heapq
 import itertools
 import json
 from collections.abc import Iterable, Sequence
 
+from elastic_ray.state.layout import digest
 from elastic_ray.sync.plan import ModelProfile, ParamInfo
 from elastic_ray.sync.spec import Owner
 
@@ -45,7 +45,7 @@ class Tiling:
     @functools.cached_property
     def digest(self) -> int:
         """40-bit digest that differs between tilings."""
-        return int.from_bytes(hashlib.blake2b(self.to_json().encode(), digest_size=5).digest(), "big")
+        return digest(self.to_json())
 
     @functools.cached_property
     def names(self) -> frozenset[str]:

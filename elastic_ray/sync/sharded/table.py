@@ -141,9 +141,7 @@ class ShardedTable:
             self._run.consensus.agree_on(self._announced(_FETCH))
             return self._shard.fetch(group.communicator, ids)
         except CommunicationFailedError as error:
-            if ledger.step is None:
-                raise
-            ledger.fail(str(error))
+            ledger.lose_by(error)
             return self._nothing[1].new_zeros(len(ids), self._shape.width)
 
     def _announced(self, what: int) -> Announced:
@@ -292,9 +290,7 @@ class ShardedTable:
             if not ledger.failed:
                 found = self._collected(names)
         except CommunicationFailedError as error:
-            if ledger.step is None:
-                raise
-            ledger.fail(str(error))
+            ledger.lose_by(error)
         if ledger.failed:
             self._run.notify("warning", "state of a ShardedEmbedding, asked for in a step that is lost, has no rows")
         return found if found is not None else dict.fromkeys(names, self._nothing[1])

@@ -22,7 +22,7 @@ class ShardedModelState:
         takes_unread: Whether ranks read only the rows they need from a checkpoint's parameters.
     """
 
-    in_place, takes_unread = False, True
+    takes_unread = True
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
         self._module, self._optimizer = module, optimizer

@@ -315,9 +315,7 @@ class ShardCollectives:
             consensus.announcer.wait(start())
             consensus.announcer.done()
         except CommunicationFailedError as error:
-            if ledger.step is None:
-                raise
-            ledger.fail(str(error))
+            ledger.lose_by(error)
             return False
         return True
 

@@ -111,9 +111,7 @@ class ShardedGradients(Participant):
         try:
             self._collectives.start(Announced(Intent.SHARDS, self._number, parts << 2))
         except CommunicationFailedError as error:
-            if self._run.ledger.step is None:
-                raise
-            self._run.ledger.fail(str(error))
+            self._run.ledger.lose_by(error)
 
     @property
     def _meets(self) -> bool:

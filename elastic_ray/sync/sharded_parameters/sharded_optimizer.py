@@ -192,9 +192,7 @@ class ShardedOptimizer:
             run.moment("restore")
             self._holder.complete(run.group)
         except CommunicationFailedError as error:
-            if run.ledger.step is None:
-                raise
-            run.ledger.fail(str(error))
+            run.ledger.lose_by(error)
 
     def check_memory(self) -> None:
         """Raise RuntimeError if the model is still on the meta device, because the first loop has not started."""

@@ -255,13 +255,6 @@ class StrategyInForce:
         return self.asked is not None or self.wanted is not None
 
     @property
-    def label(self) -> str:
-        """Name of the current strategy, followed by ``", then "`` and the pending strategy's name, if any."""
-        asked = self.asked.strategy if self.asked is not None else self.wanted
-        present = self.plan.strategy.label
-        return present if asked is None else f"{present}, then {asked.label}"
-
-    @property
     def asked_digest(self) -> int:
         """Digest of the pending strategy and whether a tuner chose it; 0 if no switch is pending."""
         asked = self.asked

@@ -118,7 +118,7 @@ class PolluxPolicy:
         worth = view.weight * np.sign(self.power) * utility**self.power
         if stays:
             worth[0] += 1e-9 * abs(worth[0])  # of equal choices the one that changes nothing
-        return SizeOptions(sizes=tuple(workers for _, workers in options), worth=worth, stays=stays)
+        return SizeOptions(sizes=tuple(workers for _, workers in options), worth=worth)
 
 
 def _nodes_of(workers: int, slots: NDArray[np.int64]) -> int:
@@ -131,7 +131,6 @@ class SizeOptions:
 
     sizes: tuple[int, ...]  # workers of each option, 1 or more
     worth: NDArray[np.float64]  # what each is worth; larger is better
-    stays: bool = False  # whether the first option is the job's present place
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1:

@@ -123,7 +123,7 @@ def test_checkpoint_is_saved_by_all_ranks_in_an_evaluation(tmp_path: Path) -> No
     job.run(FOUR)
     (state,) = job.files()
     assert (state.parts, state.steps) == (4, 8)
-    assert job.read()["run"]["ticks"] > 8
+    assert job.read()["run"]["loader_steps"] > 8
 
 
 @pytest.mark.thorough
