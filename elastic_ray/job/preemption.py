@@ -1,12 +1,25 @@
-"""Preemption of a job, from an allocation without nodes until the save (pure; times are arguments)."""
+"""Ways off nodes: preemption of a job until its save, and times to leave nodes that go (pure; times are arguments)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from elastic_ray.membership.signals import Allocated
 
 _REMIND_S = 1.0  # a message may be lost with a rerun; the same one again changes nothing
+_LEAST_MARGIN_S = 10.0
+
+
+def leave_times(left_s: Mapping[str, float], now_s: float, *, change_s: float, step_s: float) -> dict[str, float]:
+    """Return the time at which a job must start to leave each node that is about to go, in time for one change.
+
+    Args:
+        left_s: Time until each node goes [s]; 0 if unknown.
+        change_s: Longest planned change of the group so far [s]; 0 before the first.
+        step_s: Duration of a step [s], as a change waits for the end of one or two; 0 if unknown.
+    """
+    margin_s = max(_LEAST_MARGIN_S, 2 * change_s, 4 * step_s)
+    return {node: now_s + left - margin_s for node, left in left_s.items()}
 
 
 class Preemption:

@@ -19,7 +19,7 @@ from elastic_ray.job.allocator_client import AllocatorClient
 from elastic_ray.job.context import JobContext, ReportIntake
 from elastic_ray.job.job_branches import JobBranches
 from elastic_ray.job.journal import Journal
-from elastic_ray.job.preemption import Preemption
+from elastic_ray.job.preemption import Preemption, leave_times
 from elastic_ray.job.shutdown import JobShutdown, Notifier
 from elastic_ray.job.starter import JobStarter
 from elastic_ray.job.worker_messages import WorkerMessages
@@ -196,11 +196,19 @@ class JobSupervisor:
         trains = self.group.machine.current is not None and not self.group.machine.in_phase(WorkerPhase.FINISHED)
         return bool(self._spec.states_kept and trains and not self.record.waiting)
 
-    def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
+    def allocate(
+        self,
+        nodes: Mapping[str, int],
+        reason: str,
+        draining: Mapping[str, float] | None = None,
+        *,
+        nodes_may_come: bool = False,
+    ) -> None:
         """Apply the allocator's decision for this job.
 
         Args:
-            draining: Nodes that are about to shut down.
+            draining: Time until each node that is about to go does so [s]; 0 where that is not known.
+            nodes_may_come: True if the autoscaler may get the job other nodes in place of these.
         """
         if self.record.phase.ended or self._stopping_since is not None:
             return
@@ -208,13 +216,15 @@ class JobSupervisor:
             nodes, reason = {}, self._paused
         elif not nodes and self.record.phase is JobPhase.WAITING:
             self.record.message, self.record.needs_node = reason, False
-        target = Allocated(nodes=nodes, reason=reason, draining=draining)
+        now_s, step_s = time.monotonic(), self._planner.latest.step_time if self._planner.latest is not None else 0.0
+        leave_s = leave_times(draining or {}, now_s, change_s=self.group.machine.change_s, step_s=step_s)
+        target = Allocated(nodes=nodes, reason=reason, draining=leave_s, nodes_may_come=nodes_may_come)
         if self._starter.looking:
             self._starter.later = target
         elif self._preemption.active:
             self._preemption.adapt(target)
         elif not nodes and (self._can_be_saved() if self._paused else self._may_be_preempted()):
-            self._preemption.start(target, time.monotonic())
+            self._preemption.start(target, now_s)
         else:
             self.group.take(target)
             self._record_paused()
