@@ -314,11 +314,12 @@ class Lost:
 
 @pytest.mark.parametrize("last", ["step", "checkpoint", "cleanup"])
 def test_signs_of_life_end_with_interrupted_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
-    monkeypatch.setattr(ray_tune, "TuneController", type("Loop", (Lost,), {}))
+    kind: Any = type("Loop", (Lost,), {})
+    monkeypatch.setattr(ray_tune, "TuneController", kind)
     ray_tune._claim_sweeps()
     directory = RunStorage(str(tmp_path / "lost"))
     directory.create()
-    loop: Any = ray_tune.TuneController()  # type: ignore[call-arg]
+    loop = kind()
     signs = ray_tune._watch_of(loop).signs = SignsOfLife(directory, every_s=600.0)
     with pytest.raises((ConnectionError, KeyboardInterrupt)):
         getattr(loop, last)()
