@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 from elastic_ray.membership.signals import Allocated
@@ -20,6 +21,21 @@ def leave_times(left_s: Mapping[str, float], now_s: float, *, change_s: float, s
     """
     margin_s = max(_LEAST_MARGIN_S, 2 * change_s, 4 * step_s)
     return {node: now_s + left - margin_s for node, left in left_s.items()}
+
+
+def save_time(then: Allocated, places: Collection[str], *, write_s: float | None) -> float:
+    """Return the time at which a job that is to have no nodes must be saved; -inf if waiting for a node gains nothing.
+
+    A job may train on if all its workers are on nodes that go, as nobody else can use those, and a node may come in
+    their place.
+
+    Args:
+        places: Places of the job's workers.
+        write_s: Longest time that one of the job's automatic checkpoints took [s]; None before the first.
+    """
+    if not then.nodes_may_come or write_s is None or not places or not set(places) <= then.draining.keys():
+        return -math.inf
+    return min(then.draining[place] for place in places) - 2 * write_s
 
 
 class Preemption:

@@ -373,7 +373,8 @@ class AllocatorCore:
             if job.view.paused:
                 reason = Reason(Cause.PAUSED, (job.view.paused,))
             if reason != job.reason and not job.target and name not in plan.allocation:
-                instructions.append(Allocate(job=name, nodes={}, reason=reason))  # let it say what it waits for
+                told = self._allocate(job, job.view.allocation)  # let it say what it waits for
+                instructions.append(dataclasses.replace(told, reason=reason))
             job.explain(reason)
         for change in changes:
             job = self._jobs[change.job]

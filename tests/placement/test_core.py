@@ -471,6 +471,20 @@ def test_a_job_is_told_when_its_nodes_go() -> None:
     assert isinstance(late, Allocate) and late.draining == {"n0": 0.0}
 
 
+def test_job_without_nodes_hears_of_draining_with_each_reason() -> None:
+    world = World(4)
+    world.arrive(view("a", min_workers=4))
+    before = world.views["a"].allocation
+    going = {"draining": True, "goes_s": world.now_s + 60.0}
+    nodes = tuple(dataclasses.replace(each, **going) for each in cluster(4).nodes)
+    told = world.send(NodesChanged(cluster=Cluster(nodes=nodes), obtainable=(node("more", 4),)))
+    world.views["a"] = dataclasses.replace(world.views["a"], allocation=before)
+    told += world.beat("a")
+    told += world.send(NodesChanged(cluster=Cluster(nodes=(*nodes, node("small", 1))), obtainable=(node("more", 4),)))
+    orders = [each for each in told if isinstance(each, Allocate)]
+    assert len(orders) > 1 and all(each.nodes == {} and each.draining and each.nodes_may_come for each in orders)
+
+
 def test_what_orphaned_workers_hold_is_given_to_nobody() -> None:
     world = World(4, 4)
     world.arrive(view("a"))
