@@ -308,6 +308,10 @@ class JobMembership(GenerationChanges):
         hurry = any(now_s >= each for each in leave_s)
         # Nobody else waits for the slots of nodes that go.
         trains_on = bool(leave_s) and all(record.node in self._draining or record.replaced for record in leavers)
+        if trains_on and self._may_regrow and not hurry:  # as many leave as join, until nodes for the others come
+            leavers = leavers[: len(joiners)]
+            if not leavers:
+                return
         may_wait = trains_on or now_s - self._first_wish_s < self.config.patience_s
         patient = bool(coming) and may_wait and not hurry
         reason = self._reason
@@ -325,7 +329,7 @@ class JobMembership(GenerationChanges):
             if group == self.members():
                 self._first_wish_s = None
                 return
-            group = None if patient or (trains_on and self._may_regrow and not hurry) else group
+            group = None if patient else group
             reason = f"in place of lost workers; {reason}" if self._bereft and joiners else reason
             reason = self._replace_reason if any(w.replaced for w in leavers) else reason
         if group is not None:

@@ -77,6 +77,18 @@ def test_members_train_on_while_nodes_may_come() -> None:
     assert members_of(plan_in(driver.tick(after_s=LEFT_S))) == ["w2"], "no node has come"
 
 
+def test_joiner_takes_a_place_while_nodes_may_come() -> None:
+    driver = Driver(CONFIG)
+    driver.target(n1=2, n2=1)
+    driver.join("w1", "w2", "w3")
+    driver.switched(1, "w1", "w2", "w3")
+    assert drain(driver, n2=1, n3=1, more=True) is None
+    assert members_of(plan_in(driver.join("w4"))) == ["w1", "w3", "w4"]
+    driver.switched(2, "w1", "w3", "w4")
+    assert not only(Announce, driver.tick(after_s=60.0)), "a node may come for w1 as well"
+    assert members_of(plan_in(driver.tick(after_s=40.0))) == ["w3", "w4"]
+
+
 def test_moved_group_does_not_wait_for_more_nodes() -> None:
     driver = running(2)
     assert drain(driver, n2=2, more=True) is None
