@@ -29,12 +29,13 @@ def last_come_first_served(jobs: Sequence[JobView], cluster: Cluster, now_s: flo
     return {view.job: 2 * (view.job in stay) for view in jobs}
 
 
-def check_steps_once(folder: Path) -> None:
-    """Every step was committed once, though the job ran in several pieces."""
+def check_steps_once(folder: Path, *, stopped: bool = False) -> None:
+    """Every step was committed once, though the job ran in several pieces; ``stopped`` within an epoch."""
     lines = [line for line in traced.read(folder) if line["kind"] == "step" and line["rank"] == 0]
     steps = [line["step"] for line in sorted(lines, key=lambda line: line["time"])]
     assert steps == list(range(len(steps)))
-    traced.account(folder)
+    if not stopped:
+        traced.account(folder)
 
 
 @pytest.mark.slow
@@ -91,7 +92,7 @@ def test_job_trains_until_the_autoscaler_replaces_its_node(ray_cluster: Any, tmp
     handle.stop()
     handle.result(timeout=180)
     assert not {EventKind.PREEMPTED, EventKind.FAILURE, EventKind.RESTART} & set(kinds(handle))
-    check_steps_once(tmp_path / "trace")
+    check_steps_once(tmp_path / "trace", stopped=True)
 
 
 def snapshot_of(handle: Any) -> Any:
