@@ -102,7 +102,7 @@ def test_a_removed_node_costs_no_committed_step(ray_cluster: Any, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_job_trains_at_full_size_until_replacements_are_ready(ray_cluster: Any, tmp_path: Path) -> None:
+def test_job_trains_at_full_size_until_replacements_are_ready(ray_cluster: Any, tmp_path: Path) -> None:
     """One change swaps the worker on the node that goes, which has time."""
     nodes = [ray_cluster.add_node(num_cpus=0, resources={"slot": 1}) for _ in range(2)]
     handle = start(tmp_path, workers=(1, 2), epochs=10_000, pause_s=0.03, bundle={"slot": 1.0})
