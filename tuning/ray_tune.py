@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -14,7 +15,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -391,6 +392,7 @@ def _claim_sweeps() -> None:
             refuse_running_elsewhere(directory, kept, timeout_s=template.spec.elastic.storage_timeout_s)
             watch.claim(name, driver)
             watch.signs = _keep_submission(directory, kept)
+            weakref.finalize(self, watch.signs.stop)  # where it is interrupted between its own steps
         watch.check()
         add(self)
 
@@ -406,6 +408,26 @@ def _claim_sweeps() -> None:
 
     TuneController._maybe_add_actors = claim_and_add  # type: ignore[method-assign]
     TuneController.cleanup = clean_and_release  # type: ignore[method-assign]
+    for name in ("step", "checkpoint"):
+        if (method := getattr(TuneController, name, None)) is not None:
+            setattr(TuneController, name, _ending_signs(method))
+
+
+def _ending_signs(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of Tune's loop that ends the signs of life on Ctrl-C: after a second, Tune cleans up nothing."""
+
+    @functools.wraps(method)
+    def call(self: TuneController, *arguments: Any, **options: Any) -> Any:
+        try:
+            return method(self, *arguments, **options)
+        except Exception:  # Tune cleans up
+            raise
+        except BaseException:
+            if (signs := _watch_of(self).signs) is not None:
+                signs.stop()
+            raise
+
+    return call
 
 
 def _submission(name: str, storage: StorageContext) -> tuple[RunStorage, SubmittedJob]:

@@ -33,14 +33,16 @@ from placement.cluster.jobs import JobView
 from placement.errors import InputError
 from placement.policies import make_policy
 from placement.ray_cluster import notes
-from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE, actors_named, find_actor, insist
+from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE, actors_named, find_actor
 
-_CALL_TIMEOUT_S = 10.0
-_ANSWER_S = 5.0  # of many controllers together: a list need not wait long for one that hangs
+_CALL_TIMEOUT_S = 10.0  # counted from the first question of a command that an actor has not answered
+_ANSWER_S = 5.0  # of many controllers together, or for a listing that says less without the answer
+_AGAIN_S = 0.5  # for an answer of who has been silent so far
 _START_S = 60.0  # of an allocator that may have to be made
 _LOOK_S = 120.0  # at a node: a process starts there and imports torch
 _POLL_S = 0.25
 _PREFIX = "job:"
+_SILENT = f"{__name__}.silent"
 # What a controller is asked; all else is a command, which takes effect however late it is read.
 _QUESTIONS = ("status", "events", "workers", "branched")
 
@@ -101,11 +103,16 @@ def session() -> str:
 
 def known_jobs() -> tuple[JobAnswers, ...]:
     """Return the status and specification of each running job or trial, as reported by its controller."""
-    found = actors_named(_PREFIX)
+    found, silent, begun_s = actors_named(_PREFIX), _silent(), time.monotonic()
     calls = {name: (controller.status.remote(), controller.spec.remote()) for name, controller in found}
-    refs = [ref for pair in calls.values() for ref in pair]
-    if refs:
-        ray.wait(refs, num_returns=len(refs), timeout=_ANSWER_S)
+    for patience_s, names in ((_ANSWER_S, calls.keys() - silent.keys()), (_AGAIN_S, calls.keys() & silent.keys())):
+        if refs := [ref for name in names for ref in calls[name]]:
+            _, late = ray.wait(refs, num_returns=len(refs), timeout=patience_s)
+            for name in names:
+                if set(calls[name]) & set(late):
+                    silent.setdefault(name, begun_s)
+                else:
+                    silent.pop(name, None)
     answers = []
     for name, (status, spec) in calls.items():
         try:
@@ -113,6 +120,13 @@ def known_jobs() -> tuple[JobAnswers, ...]:
         except RayActorError:  # it has just ended
             continue
     return tuple(answers)
+
+
+def _silent() -> dict[str, float]:
+    """Return the controllers that this command waits for in vain, by name, with the time of the first question [s]."""
+    command = click.get_current_context(silent=True)
+    silent: dict[str, float] = {} if command is None else command.meta.setdefault(_SILENT, {})
+    return silent
 
 
 def _ready(ref: Any) -> Any | None:
@@ -136,13 +150,14 @@ class JobClient:
 
     def ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the controller and return its result."""
-        try:  # a call that meets a restart is repeated: to ask for the same status, size or end twice does no harm
-            return insist(
-                lambda: getattr(self.controller, method).remote(*arguments, **options),
-                timeout_s=_CALL_TIMEOUT_S,
-                patience_s=_CALL_TIMEOUT_S,
-            )
+        silent, name, begun_s = _silent(), self.answers.actor, time.monotonic()
+        left_s = max(_AGAIN_S, silent.get(name, begun_s) + _CALL_TIMEOUT_S - begun_s)
+        try:
+            answer = _call_within(left_s, lambda: getattr(self.controller, method).remote(*arguments, **options))
+            silent.pop(name, None)
+            return answer
         except (GetTimeoutError, ActorUnavailableError):
+            silent.setdefault(name, begun_s)
             later = "" if method in _QUESTIONS else f"; {method} takes effect if it answers again"
             raise click.ClickException(
                 f"the controller of job {self.answers.job!r} has not answered within {_CALL_TIMEOUT_S:g} s; "
@@ -182,6 +197,21 @@ class JobGoneError(click.ClickException):
 
     def __init__(self, job: str) -> None:
         super().__init__(f"job {job!r} has just ended")
+
+
+def _call_within(timeout_s: float, call: Callable[[], Any], *, again: type[Exception] = ActorUnavailableError) -> Any:
+    """Call an actor and return its answer; a call that meets a restart, the error ``again``, is repeated.
+
+    To ask for the same status, size or end twice does no harm.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ray.get(call(), timeout=max(0.1, deadline_s - time.monotonic()))
+        except again:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(_POLL_S)
 
 
 def find_jobs(name: str) -> tuple[JobClient, ...]:
@@ -257,16 +287,16 @@ def not_found(name: str, there: Sequence[str]) -> click.ClickException:
     return click.ClickException(f"there is no job {name!r} ({running}); one that has ended is forgotten after an hour")
 
 
-def snapshot() -> CoreSnapshot | None:
+def snapshot(timeout_s: float = _CALL_TIMEOUT_S) -> CoreSnapshot | None:
     """Return the allocator's jobs, nodes and decisions; None if no job has started an allocator yet."""
-    answer: CoreSnapshot | None = _ask_allocator("snapshot")
+    answer: CoreSnapshot | None = _ask_allocator("snapshot", timeout_s=timeout_s)
     return answer
 
 
 def snapshot_if_any() -> tuple[CoreSnapshot | None, str]:
     """Return the snapshot, for listings that say less without it, and a message if the allocator does not answer."""
     try:
-        return snapshot(), ""
+        return snapshot(_ANSWER_S), ""
     except click.ClickException as error:
         return None, error.message
 
@@ -327,34 +357,28 @@ def settings_in_force(wanted: OperatorSettings | None = None, *, apply: bool = F
 
 def _ask_or_start(method: str, *arguments: Any) -> Mapping[str, Any]:
     """Call the allocator, starting it if necessary, and return its answer."""
-    deadline_s = time.monotonic() + _START_S
-    try:
-        while True:
-            try:
-                asked = getattr(find_allocator(), method).remote(*arguments)
-                answer: Mapping[str, Any] = ray.get(asked, timeout=max(0.1, deadline_s - time.monotonic()))
-                return answer
-            except RayActorError:  # it is being made again; asked twice, it does the same
-                if time.monotonic() > deadline_s:
-                    raise
-                time.sleep(_POLL_S)
+    try:  # it may be being made again
+        answer: Mapping[str, Any] = _call_within(
+            _START_S, lambda: getattr(find_allocator(), method).remote(*arguments), again=RayActorError
+        )
+        return answer
     except GetTimeoutError:
         raise click.ClickException(f"the allocator has not answered within {_START_S:g} s") from None
     except RayTaskError as error:
         raise click.ClickException(str(error.cause or error)) from None
 
 
-def _ask_allocator(method: str, *arguments: Any) -> Any | None:
+def _ask_allocator(method: str, *arguments: Any, timeout_s: float = _CALL_TIMEOUT_S) -> Any | None:
     """Return the allocator's answer; None if no allocator is running, or it does not know the job."""
     try:
         allocator = find_actor(ALLOCATOR)
         if allocator is None:
             return None
         call = getattr(allocator, method).remote
-        return insist(lambda: call(*arguments), timeout_s=_CALL_TIMEOUT_S, patience_s=_CALL_TIMEOUT_S)
+        return _call_within(timeout_s, lambda: call(*arguments))
     except GetTimeoutError:
         raise click.ClickException(
-            f"the allocator has not answered within {_CALL_TIMEOUT_S:g} s; the head node may be overloaded"
+            f"the allocator has not answered within {timeout_s:g} s; the head node may be overloaded"
         ) from None
     except RayTaskError as error:
         if isinstance(error.cause, KeyError):

@@ -201,14 +201,34 @@ def stop(job: str, now: bool) -> None:
         ray_jobs.stop(script.submission)
         say(f"submission {script.submission}: its script is being ended")
         return
-    for each in found:
-        with contextlib.suppress(cluster.JobGoneError):
-            each.ask("stop", now=now, reason="elastic-ray stop")
-    for each in found:
-        name, ended = each.answers.job, each.wait_for(lambda status: status.phase.ended, _STOP_S)
+    problems: list[str] = []
+    asked = [each for each in found if _ask_to_stop(each, problems, now=now)]  # also beside one that does not answer
+    for each in asked:
+        try:
+            ended = each.wait_for(lambda status: status.phase.ended, _STOP_S)
+        except click.ClickException as error:
+            problems.append(error.message)
+            continue
         if ended is None:
-            raise click.ClickException(f"job {name!r} has not stopped within {_STOP_S:g} s; try --now")
-        say(status_line(ended) if ended.phase.ended else f"job {name}: ended")
+            problems.append(f"job {each.answers.job!r} has not stopped within {_STOP_S:g} s; try --now")
+        else:
+            say(status_line(ended) if ended.phase.ended else f"job {each.answers.job}: ended")
+    if problems:
+        raise click.ClickException("; ".join(problems))
+
+
+def _ask_to_stop(job: JobClient, problems: list[str], *, now: bool) -> bool:
+    """Ask a job to stop; return False, and add to ``problems``, if its controller does not answer."""
+    from elastic_ray.cli.cluster import JobGoneError
+
+    try:
+        job.ask("stop", now=now, reason="elastic-ray stop")
+    except JobGoneError:
+        pass
+    except click.ClickException as error:
+        problems.append(error.message)
+        return False
+    return True
 
 
 @click.command(short_help="Pause a job: saved, without slots.")

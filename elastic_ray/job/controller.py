@@ -315,10 +315,12 @@ class JobController:
         """End this controller, because the driver has fetched all information about the ended job."""
         self._closed.set()
 
-    async def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
+    async def allocate(
+        self, nodes: Mapping[str, int], reason: str, draining: Mapping[str, float], nodes_may_come: bool
+    ) -> None:
         """Apply the allocator's decision for this job; see :meth:`JobSupervisor.allocate` for the arguments."""
         await self._recovered.wait()
-        self._job.allocate(nodes, reason, draining)
+        self._job.allocate(nodes, reason, draining, nodes_may_come=nodes_may_come)
 
     async def unsatisfiable(self, reason: Reason, final: bool) -> None:
         """Handle the allocator's finding that no node can satisfy the job's resource request; may fail the job.

@@ -1,12 +1,41 @@
-"""Preemption of a job, from an allocation without nodes until the save (pure; times are arguments)."""
+"""Ways off nodes: preemption of a job until its save, and times to leave nodes that go (pure; times are arguments)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 
 from elastic_ray.membership.signals import Allocated
 
 _REMIND_S = 1.0  # a message may be lost with a rerun; the same one again changes nothing
+_LEAST_MARGIN_S = 10.0
+
+
+def leave_times(left_s: Mapping[str, float], now_s: float, *, change_s: float, step_s: float) -> dict[str, float]:
+    """Return the time at which a job must start to leave each node that is about to go, in time for one change.
+
+    Args:
+        left_s: Time until each node goes [s]; 0 if unknown.
+        change_s: Longest planned change of the group so far [s]; 0 before the first.
+        step_s: Duration of a step [s], as a change waits for the end of one or two; 0 if unknown.
+    """
+    margin_s = max(_LEAST_MARGIN_S, 2 * change_s, 4 * step_s)
+    return {node: now_s + left - margin_s for node, left in left_s.items()}
+
+
+def save_time(then: Allocated, places: Collection[str], *, write_s: float | None) -> float:
+    """Return the time at which a job that is to have no nodes must be saved; -inf if waiting for a node gains nothing.
+
+    A job may train on if all its workers are on nodes that go, as nobody else can use those, and a node may come in
+    their place.
+
+    Args:
+        places: Places of the job's workers.
+        write_s: Longest time that one of the job's automatic checkpoints took [s]; None before the first.
+    """
+    if not then.nodes_may_come or write_s is None or not places or not set(places) <= then.draining.keys():
+        return -math.inf
+    return min(then.draining[place] for place in places) - 2 * write_s
 
 
 class Preemption:

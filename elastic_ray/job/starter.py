@@ -105,7 +105,7 @@ class JobStarter:
         self._job.restart_group()
         if (later := self.later) is not None:
             self.later = None
-            self._job.allocate(later.nodes, later.reason, later.draining)
+            self._job.allocate(later.nodes, later.reason)
 
     async def _poll(self, timeout_s: float) -> None:
         """Read the run's stored state. Raises OSError if it cannot be read within ``timeout_s``."""

@@ -19,7 +19,7 @@ from elastic_ray.job.allocator_client import AllocatorClient
 from elastic_ray.job.context import JobContext, ReportIntake
 from elastic_ray.job.job_branches import JobBranches
 from elastic_ray.job.journal import Journal
-from elastic_ray.job.preemption import Preemption
+from elastic_ray.job.preemption import Preemption, leave_times, save_time
 from elastic_ray.job.shutdown import JobShutdown, Notifier
 from elastic_ray.job.starter import JobStarter
 from elastic_ray.job.worker_messages import WorkerMessages
@@ -102,6 +102,8 @@ class JobSupervisor:
         self._held_at: int | None = None
         self._weight = spec.scheduling.weight
         self._saved = False
+        self._write_s: float | None = None  # longest time that an automatic checkpoint took
+        self._save_at: tuple[float, Allocated] | None = None  # when to make room, unless a node comes in time
         self._stopping_since: float | None = None
         self.stop_reason, self._paused = "", ""
         self._revivals, self._claimed = tuple[float, ...](), set[int]()
@@ -196,11 +198,19 @@ class JobSupervisor:
         trains = self.group.machine.current is not None and not self.group.machine.in_phase(WorkerPhase.FINISHED)
         return bool(self._spec.states_kept and trains and not self.record.waiting)
 
-    def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
+    def allocate(
+        self,
+        nodes: Mapping[str, int],
+        reason: str,
+        draining: Mapping[str, float] | None = None,
+        *,
+        nodes_may_come: bool = False,
+    ) -> None:
         """Apply the allocator's decision for this job.
 
         Args:
-            draining: Nodes that are about to shut down.
+            draining: Time until each node that is about to go does so [s]; 0 where that is not known.
+            nodes_may_come: True if the autoscaler may get the job other nodes in place of these.
         """
         if self.record.phase.ended or self._stopping_since is not None:
             return
@@ -208,16 +218,33 @@ class JobSupervisor:
             nodes, reason = {}, self._paused
         elif not nodes and self.record.phase is JobPhase.WAITING:
             self.record.message, self.record.needs_node = reason, False
-        target = Allocated(nodes=nodes, reason=reason, draining=draining)
+        now_s, step_s = time.monotonic(), self._planner.latest.step_time if self._planner.latest is not None else 0.0
+        leave_s = leave_times(draining or {}, now_s, change_s=self.group.machine.change_s, step_s=step_s)
+        target = Allocated(nodes=nodes, reason=reason, draining=leave_s, nodes_may_come=nodes_may_come)
+        self._save_at = None
         if self._starter.looking:
             self._starter.later = target
         elif self._preemption.active:
             self._preemption.adapt(target)
-        elif not nodes and (self._can_be_saved() if self._paused else self._may_be_preempted()):
-            self._preemption.start(target, time.monotonic())
+        elif not nodes and self._can_make_room():
+            self._save_at = save_time(target, self.group.actors.reserved(), write_s=self._write_s), target
+            self._save_in_time(now_s)
         else:
             self.group.take(target)
             self._record_paused()
+
+    def _save_in_time(self, now_s: float) -> None:
+        """Save a job that is to have no nodes, once that is due."""
+        if self._save_at is None or (now_s < self._save_at[0] and not self._paused):
+            return
+        (_, then), self._save_at = self._save_at, None
+        ends = self._preemption.active or self._starter.looking or self._stopping_since is not None
+        if not ends and self._can_make_room():
+            self._preemption.start(then, now_s)
+
+    def _can_make_room(self) -> bool:
+        """True if the job can be saved so that it gives all its slots to others, or to nobody while it is paused."""
+        return self._can_be_saved() if self._paused else self._may_be_preempted()
 
     def _record_paused(self) -> None:
         """Record a requested pause once the job no longer has a group."""
@@ -227,6 +254,7 @@ class JobSupervisor:
     def saved(self, message: StateSaved) -> float:
         """Record rank 0's automatic checkpoint; return the job's mean time between total losses [s]."""
         self.record.saved(message.state)
+        self._write_s = max(self._write_s or 0.0, message.write_s)
         if not self._saved:
             self._saved = True
             self.allocator.soon()  # it may be stopped from now on
@@ -452,6 +480,7 @@ class JobSupervisor:
         grace = self._stopping_since is not None and not self._preemption.active
         if grace and now_s - (self._stopping_since or 0.0) > _STOP_GRACE_S:
             self.finish(JobPhase.STOPPED)
+        self._save_in_time(now_s)
         if self._preemption.remind(now_s):
             self.group.actors.post(self.group.training(), StopJob(save=True))
         if why := self._preemption.failed(now_s, self.group.training()):

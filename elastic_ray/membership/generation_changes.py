@@ -57,6 +57,7 @@ class GenerationChanges(Roster):
         self.named = named  # number of the latest worker that was asked for
         self.announced: tuple[str, ...] = ()  # members of the latest generation that was announced since the last start
         self.trained = False  # whether one has taken effect since then
+        self.change_s = 0.0  # longest time from the announcement of a planned change until all had entered it
         self.returned: dict[str, Returned] = {}  # workers whose train function has returned, also if gone since
         self._short = 0  # workers of the announced generation, if that has fewer than the job's memory asks for
         self._bereft = False  # a member was lost since the target was set: who joins now replaces it
@@ -297,7 +298,7 @@ class GenerationChanges(Roster):
         if self._hope is not None:
             self._force(self._hope.cause, now_s)
         elif not self.silent(flight) and not flight.failed & self.workers.keys():
-            self._complete_switch(flight)
+            self._complete_switch(flight, now_s)
 
     def _take_effect(self, flight: InFlight, now_s: float) -> None:
         """Put the generation in flight into effect after its first entry; members that it excludes are leaving."""
@@ -313,9 +314,11 @@ class GenerationChanges(Roster):
             if member.failed_in >= before:
                 self._lost(member.worker, "its last step failed", now_s)  # it waits for a generation in vain
 
-    def _complete_switch(self, flight: InFlight) -> None:
+    def _complete_switch(self, flight: InFlight, now_s: float) -> None:
         """Complete the switch, because all members have entered the generation in flight."""
         self.in_flight = None
+        if flight.from_workers and not flight.forced:
+            self.change_s = max(self.change_s, now_s - flight.since_s)
         self._note(flight)
 
     def _note_superseded(self) -> None:

@@ -46,7 +46,8 @@ class JobMembership(GenerationChanges):
         super().__init__(config, named=named)
         self._first_most = first_most
         self._target: dict[str, int] = {}
-        self._draining: Collection[str] = ()
+        self._draining: Mapping[str, float] = {}
+        self._may_regrow = False
         self._reason = self._replace_reason = ""
         self._loaded = 0  # steps of the furthest automatic checkpoint that was loaded for this start
         self._patience = 1.0  # times join_timeout_s: on a busy machine, starting anew is what keeps it busy
@@ -160,6 +161,7 @@ class JobMembership(GenerationChanges):
         target = {node: count for node, count in goal.nodes.items() if count > 0}
         if target != self._target:
             self._bereft = False
+            self._may_regrow = goal.nodes_may_come and sum(target.values()) < self.world_size
         self._target, self._reason, self._draining = target, goal.reason, goal.draining
 
     def _replace(self, wish: Replace, now_s: float) -> None:
@@ -302,8 +304,15 @@ class JobMembership(GenerationChanges):
             if leavers
             else self.in_phase(WorkerPhase.STARTING)
         )
-        may_wait = now_s - self._first_wish_s < self.config.patience_s
-        hurry = any(record.node in self._draining for record in leavers)
+        leave_s = [self._draining[record.node] for record in leavers if record.node in self._draining]
+        hurry = any(now_s >= each for each in leave_s)
+        # Nobody else waits for the slots of nodes that go.
+        trains_on = bool(leave_s) and all(record.node in self._draining or record.replaced for record in leavers)
+        if trains_on and self._may_regrow and not hurry:  # as many leave as join, until nodes for the others come
+            leavers = leavers[: len(joiners)]
+            if not leavers:
+                return
+        may_wait = trains_on or now_s - self._first_wish_s < self.config.patience_s
         patient = bool(coming) and may_wait and not hurry
         reason = self._reason
         if self.current is None:

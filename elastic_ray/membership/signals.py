@@ -87,7 +87,9 @@ class Allocated:
 
     nodes: Mapping[str, int]  # workers by node
     reason: str  # why, as a sentence
-    draining: tuple[str, ...] = ()  # nodes that are about to go: who leaves them waits for nobody
+    # nodes that are about to go, with the time from which on who leaves them waits for nobody [s, the machine's clock]
+    draining: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    nodes_may_come: bool = False  # whether others may come in place of these
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

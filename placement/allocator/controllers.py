@@ -75,10 +75,8 @@ class Controllers:
     async def _carry_out(self, instruction: Instruction) -> None:
         """Send one instruction to its controller, with the reason: an allocation, or a notice of impossibility."""
         if isinstance(instruction, Allocate):
-            nodes = dict(instruction.nodes)
-            await self._call(
-                instruction.job, lambda to: to.allocate.remote(nodes, str(instruction.reason), instruction.draining)
-            )
+            told = dict(instruction.nodes), str(instruction.reason), dict(instruction.draining)
+            await self._call(instruction.job, lambda to: to.allocate.remote(*told, instruction.nodes_may_come))
         else:
             why, final = instruction.reason, instruction.final
             await self._call(instruction.job, lambda to: to.unsatisfiable.remote(why, final))

@@ -21,7 +21,7 @@ from placement.cluster.node_record import NodeRecord
 from placement.goodput.speeds import spread
 from placement.knowledge.knowledge import Knowledge
 from placement.planning.failing_nodes import avoid_failing
-from placement.planning.plan import make_plan, unsatisfiable
+from placement.planning.plan import make_plan, possible_nodes, unsatisfiable
 from placement.planning.problem import Plan
 from placement.policies.shared.base import Policy
 from placement.reasons import Cause, Reason, nodes_of
@@ -373,7 +373,8 @@ class AllocatorCore:
             if job.view.paused:
                 reason = Reason(Cause.PAUSED, (job.view.paused,))
             if reason != job.reason and not job.target and name not in plan.allocation:
-                instructions.append(Allocate(job=name, nodes={}, reason=reason))  # let it say what it waits for
+                told = self._allocate(job, job.view.allocation)  # let it say what it waits for
+                instructions.append(dataclasses.replace(told, reason=reason))
             job.explain(reason)
         for change in changes:
             job = self._jobs[change.job]
@@ -384,8 +385,7 @@ class AllocatorCore:
             if trigger in _UNFORCED and workers != sum(change.before.values()) and not explores:
                 job.swayed(steady_s)
             self._changed_s = steady_s
-            goes = self._draining_of(change.before)
-            instructions.append(Allocate(job=change.job, nodes=change.after, reason=job.reason, draining=goes))
+            instructions.append(self._allocate(job, change.before))
         return instructions
 
     def _remind(self, name: str, instructions: list[Instruction]) -> list[Instruction]:
@@ -396,8 +396,18 @@ class AllocatorCore:
             return []
         if any(instruction.job == name for instruction in instructions):
             return []
-        goes = self._draining_of(job.view.allocation)
-        return [Allocate(job=name, nodes=target, reason=job.reason, draining=goes)]
+        return [dataclasses.replace(self._allocate(job, job.view.allocation), nodes=target)]
+
+    def _allocate(self, job: KnownJob, before: Iterable[str]) -> Allocate:
+        """Return the instruction for a job's target, with what is known of the nodes that it had ``before``."""
+        goes = self._draining_of(before)
+        return Allocate(
+            job=job.view.job,
+            nodes=dict(job.target),
+            reason=job.reason,
+            draining=goes,
+            nodes_may_come=bool(goes and possible_nodes(job.view, Cluster(nodes=self._obtainable))),
+        )
 
     def _loss(self, change: Change) -> Reason | None:
         """Return why a job leaves nodes that are draining or gone; None if it leaves no such node."""
@@ -407,10 +417,12 @@ class AllocatorCore:
         drain = {node for place in left for node in self._draining_of(parts(place))}
         return Reason(Cause.DRAIN, nodes_of(drain)) if drain else None
 
-    def _draining_of(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Return those of ``nodes`` (node ids, or places of units) that are draining."""
-        draining = {node.node_id for node in self.cluster.nodes if node.draining}
-        return tuple(sorted(place for place in set(nodes) if draining & parts(place).keys()))
+    def _draining_of(self, nodes: Iterable[str]) -> dict[str, float]:
+        """Return those of ``nodes`` (node ids, or places of units) that drain, with the time left [s], 0 if unknown."""
+        now_s = self._event_s or 0.0
+        left_s = {n.node_id: max(0.0, (n.goes_s or 0.0) - now_s) for n in self.cluster.nodes if n.draining}
+        draining = {place: left_s.keys() & parts(place).keys() for place in sorted(set(nodes))}
+        return {place: min(left_s[node] for node in goes) for place, goes in draining.items() if goes}
 
     def _judge(self, event: Event, now_s: float) -> None:
         """Find the jobs that this cluster could never run, if the event may have changed that."""

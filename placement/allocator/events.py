@@ -87,7 +87,9 @@ class Allocate:
     job: str
     nodes: Mapping[str, int]  # workers per node id; empty lets the job wait
     reason: Reason  # the decision's
-    draining: tuple[str, ...] = ()  # nodes of its own that are about to go
+    # nodes of its own that are about to go, with the time until then [s], 0 where that is not known
+    draining: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    nodes_may_come: bool = False  # whether the autoscaler may get the job a node in place of these
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

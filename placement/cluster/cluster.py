@@ -45,6 +45,7 @@ class Node:
         free: Resources available to all elastic jobs together, including those that elastic jobs already hold:
             ``total`` minus the resources held by other users of the cluster.
         draining: True if the node will go away soon. It then gets no new workers, and its workers are moved.
+        goes_s: Time at which a draining node goes [s since the epoch]; None if nobody has said.
         labels: Ray's node labels (GPU type, market, zone...).
 
     Examples:
@@ -58,6 +59,7 @@ class Node:
     total: Resources
     free: Resources
     draining: bool = False
+    goes_s: float | None = None
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

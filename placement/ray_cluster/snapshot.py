@@ -32,6 +32,7 @@ class RawNode:
     available: Resources  # what is free, a few hundred milliseconds old
     reserved: Mapping[str, Resources]  # what fulfilled placement groups of elastic jobs hold, per job
     draining: bool  # whether it is about to go
+    goes_s: float | None = None  # when, if it drains and that was said [s since the epoch]
     labels: Mapping[str, str]
 
 
@@ -58,6 +59,7 @@ def read_nodes() -> tuple[RawNode, ...]:
             available=schedulable(available.get(node["NodeID"], node["Resources"])),
             reserved=reserved.get(node["NodeID"], {}),
             draining=node["NodeID"] in draining,
+            goes_s=draining.get(node["NodeID"], 0) / 1000 or None,  # Ray says 0 ms where nobody has said
             labels=dict(node.get("Labels") or {}),
         )
         for node in _STATE.node_table()
@@ -108,7 +110,14 @@ def usable(history: Sequence[Sequence[RawNode]], ours: Collection[str]) -> Clust
             others = statistics.median_high([_used_by_others(past, name, ours) for past in seen])
             free[name] = max(0.0, total - others) if others > TOLERANCE else total
         nodes.append(
-            Node(node_id=node.node_id, total=node.total, free=free, draining=node.draining, labels=node.labels)
+            Node(
+                node_id=node.node_id,
+                total=node.total,
+                free=free,
+                draining=node.draining,
+                goes_s=node.goes_s,
+                labels=node.labels,
+            )
         )
     return Cluster(nodes=tuple(nodes))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ import elastic_ray as er
 from elastic_ray.cli import cluster
 from elastic_ray.observe.page.source import ActionRefusedError
 from elastic_ray.observe.page.sources.live import LiveCluster
+from placement.ray_cluster.named_actors import create_on_head
 from tests.cli.commands import run
 from tests.job.controllers import kill_controller
 from tests.job.jobs import start, wait_until
@@ -187,13 +189,35 @@ def test_each_rank_shows_its_output_and_its_stack(ray_cluster: Any, tmp_path: Pa
     handle.result(timeout=180)
 
 
+class Mute:
+    """In place of a controller whose process is stopped."""
+
+    async def status(self, *_: Any, **__: Any) -> None:
+        await asyncio.Event().wait()
+
+    spec = stop = pause = workers = status
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["status", "stop", "pause", "resize"])
+def test_commands_name_a_silent_controller_soon(ray_cluster: Any, command: str) -> None:
+    mute = create_on_head(Mute, "job:mute")
+    ray.get(mute.__ray_ready__.remote(), timeout=60)
+    begun_s = time.monotonic()
+    told = run(ray_cluster, command, "mute", *(["2"] if command == "resize" else []), code=1).stderr
+    took_s = time.monotonic() - begun_s
+    ray.kill(mute)
+    assert "the controller of job 'mute' has not answered within 10 s" in told
+    assert took_s < 13.0
+
+
 def test_listings_do_without_an_allocator_that_hangs(
     ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = start(tmp_path, workers=1, name="unheard", epochs=100_000)
     wait_until(lambda: handle.status().step > 3, handle)
 
-    def hangs() -> Any:
+    def hangs(timeout_s: float = 0.0) -> Any:
         raise click.ClickException("the allocator has not answered")
 
     monkeypatch.setattr(cluster, "snapshot", hangs)

@@ -46,7 +46,7 @@ def clock_step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 class Submitter:
     """Stands for the controllers of many jobs, which the allocator calls back."""
 
-    def allocate(self, nodes: Any, reason: str, draining: Any) -> None:
+    def allocate(self, nodes: Any, reason: str, draining: Any, nodes_may_come: bool) -> None:
         """Nothing is started."""
 
     def told(self) -> None:

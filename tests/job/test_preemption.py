@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from elastic_ray.events import EventKind
 from placement.allocator.actor import get_or_create_allocator
+from placement.allocator.config import AllocatorConfig
+from placement.autoscaling.autoscaler import Autoscaling
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
+from placement.cluster.node_types import NodeType
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 
@@ -25,12 +29,13 @@ def last_come_first_served(jobs: Sequence[JobView], cluster: Cluster, now_s: flo
     return {view.job: 2 * (view.job in stay) for view in jobs}
 
 
-def check_steps_once(folder: Path) -> None:
-    """Every step was committed once, though the job ran in several pieces."""
+def check_steps_once(folder: Path, *, stopped: bool = False) -> None:
+    """Every step was committed once, though the job ran in several pieces; ``stopped`` within an epoch."""
     lines = [line for line in traced.read(folder) if line["kind"] == "step" and line["rank"] == 0]
     steps = [line["step"] for line in sorted(lines, key=lambda line: line["time"])]
     assert steps == list(range(len(steps)))
-    traced.account(folder)
+    if not stopped:
+        traced.account(folder)
 
 
 @pytest.mark.slow
@@ -67,3 +72,30 @@ def test_a_job_whose_only_node_drains_continues_elsewhere(ray_cluster: Any, tmp_
     handle.result(timeout=180)
     assert EventKind.RESTART not in kinds(handle)
     check_steps_once(tmp_path / "trace")
+
+
+@pytest.mark.slow
+def test_job_trains_until_the_autoscaler_replaces_its_node(ray_cluster: Any, tmp_path: Path) -> None:
+    kind = NodeType(name="spot", resources={"spot": 2.0}, usd_per_h=1.0, max_nodes=2)
+    get_or_create_allocator("goodput", config=AllocatorConfig(autoscaling=Autoscaling(node_types=(kind,))))
+    spot = ray_cluster.add_node(num_cpus=0, resources={"spot": 2})
+    often = {"checkpoint_interval_s": 0.5}
+    handle = start(tmp_path, workers=2, epochs=10_000, pause_s=0.05, elastic=often, bundle={"spot": 1.0})
+    wait_until(lambda: handle.status().step >= 40, handle)
+    ray_cluster.drain_node(spot, deadline_s=120.0)
+    wait_until(lambda: snapshot_of(handle).target == {}, handle)
+    step = handle.status().step
+    wait_until(lambda: handle.status().step >= step + 40, handle)
+    other = ray_cluster.add_node(num_cpus=0, resources={"spot": 2})
+    wait_until(lambda: [worker.node for worker in handle.workers()] == [other.node_id] * 2, handle, 60)
+    ray_cluster.remove_node(spot)
+    handle.stop()
+    handle.result(timeout=180)
+    assert not {EventKind.PREEMPTED, EventKind.FAILURE, EventKind.RESTART} & set(kinds(handle))
+    check_steps_once(tmp_path / "trace", stopped=True)
+
+
+def snapshot_of(handle: Any) -> Any:
+    """What the allocator has decided for the job."""
+    seen: Any = ray.get(get_or_create_allocator().snapshot.remote(), timeout=60)
+    return seen.jobs[handle.job]

@@ -102,8 +102,29 @@ def test_a_removed_node_costs_no_committed_step(ray_cluster: Any, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_job_trains_at_full_size_until_replacements_are_ready(ray_cluster: Any, tmp_path: Path) -> None:
+    """One change swaps the worker on the node that goes, which has time."""
+    nodes = [ray_cluster.add_node(num_cpus=0, resources={"slot": 1}) for _ in range(2)]
+    handle = start(tmp_path, workers=(1, 2), epochs=10_000, pause_s=0.03, bundle={"slot": 1.0})
+    wait_until(lambda: handle.status().workers == 2, handle)
+    handle.resize(2)
+    spare = ray_cluster.add_node(num_cpus=0, resources={"slot": 1})
+    before = len(handle.events())
+    ray_cluster.drain_node(nodes[1], deadline_s=120.0)
+    wait_until(lambda: {w.node for w in handle.workers()} == {nodes[0].node_id, spare.node_id}, handle, 60)
+    ray_cluster.remove_node(nodes[1])
+    handle.stop()
+    handle.result(timeout=180)
+    changes = [(e.kind, e.from_workers, e.to_workers) for e in handle.events(before) if e.from_workers and e.to_workers]
+    assert [change for change in changes if change[0] is not EventKind.FINISHED] == [(EventKind.RESIZE, 2, 2)]
+    lines = traced.read(tmp_path / "trace")
+    traced.check_identical(lines)
+    _check_epochs(lines, max(line["epoch"] for line in lines if line["kind"] == "step"))
+
+
+@pytest.mark.slow
 def test_a_job_moves_off_a_draining_node(ray_cluster: Any, tmp_path: Path) -> None:
-    """Who may leave at once does, the last one when another has come."""
+    """All leave once others have come, the last one after them."""
     first = ray_cluster.add_node(num_cpus=0, resources={"slot": 2})
     handle = start(tmp_path, workers=2, epochs=10_000, pause_s=0.03, bundle={"slot": 1.0})
     wait_until(lambda: handle.status().workers == 2, handle)

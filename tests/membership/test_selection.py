@@ -81,7 +81,7 @@ def test_a_leaver_waits_a_while_for_an_allowed_size() -> None:
 
 def test_workers_that_lack_memory_keep_leavers_until_others_come() -> None:
     driver = running(4, config=dataclasses.replace(CONFIG, sizes=AllowedSizes(memory=FOUR), min_workers=4))
-    out = driver.notify(Allocated(nodes={"n2": 4}, reason="n1 goes", draining=("n1",)))
+    out = driver.notify(Allocated(nodes={"n2": 4}, reason="n1 goes", draining={"n1": 0.0}))
     assert not only(Announce, out), "one alone would have to hold everything"
     driver.reserved("w5", "w6", "w7", "w8")
     assert members_of(plan_in(driver.ready("w5"))) == ["w1", "w2", "w3", "w5"]
@@ -120,7 +120,7 @@ def test_a_restart_with_few_samples_says_it_lacks_memory(first: int) -> None:
 @pytest.mark.parametrize("min_workers", [1, 4])
 def test_leavers_of_node_about_to_go_wait_for_nobody(min_workers: int) -> None:
     driver = running(4, config=dataclasses.replace(CONFIG, sizes=EVEN, min_workers=min_workers))
-    out = driver.notify(Allocated(nodes={"n1": 3, "n2": 1}, reason="n1 goes", draining=("n1",)))
+    out = driver.notify(Allocated(nodes={"n1": 3, "n2": 1}, reason="n1 goes", draining={"n1": 0.0}))
     assert members_of(plan_in(out)) == ["w1", "w2", "w3"]
 
 

@@ -73,7 +73,9 @@ class Controller:
         except Exception:
             pass  # the allocator is being restarted; the next heartbeat finds it
 
-    async def allocate(self, nodes: dict[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
+    async def allocate(
+        self, nodes: dict[str, int], reason: str, draining: dict[str, float], nodes_may_come: bool
+    ) -> None:
         if self.ended:
             return  # the end of another job was decided upon meanwhile
         self.told.append((time.time(), nodes, reason))

@@ -449,10 +449,40 @@ def test_a_job_is_told_which_of_its_nodes_go() -> None:
     before = world.views["a"].allocation
     assert len(before) == 2
     (told,) = world.send(NodesChanged(cluster=cluster(4, 4).draining({min(before)})))
-    assert isinstance(told, Allocate) and told.draining == (min(before),) and min(before) not in told.nodes
+    assert isinstance(told, Allocate) and told.draining == {min(before): 0.0} and min(before) not in told.nodes
     world.views["a"] = dataclasses.replace(world.views["a"], allocation=before)
     (again,) = world.beat("a")
-    assert isinstance(again, Allocate) and again.draining == told.draining
+    assert isinstance(again, Allocate) and again.draining == told.draining and not again.nodes_may_come
+
+
+def test_a_job_is_told_when_its_nodes_go() -> None:
+    world = World(4, 4)
+    world.arrive(view("a"))
+    before = world.views["a"].allocation
+    goes = {"draining": True, "goes_s": world.now_s + 3.1}
+    nodes = tuple(dataclasses.replace(n, **(goes if n.node_id == "n0" else {})) for n in cluster(4, 4).nodes)
+    (told,) = world.send(NodesChanged(cluster=Cluster(nodes=nodes), obtainable=(node("more", 4),)))
+    assert isinstance(told, Allocate) and told.draining == {"n0": pytest.approx(3.0)} and told.nodes_may_come
+    world.views["a"] = dataclasses.replace(world.views["a"], allocation=before)
+    (again,) = world.beat("a", after_s=2.0)
+    assert isinstance(again, Allocate) and again.draining == {"n0": pytest.approx(1.0)}
+    world.views["a"] = dataclasses.replace(world.views["a"], allocation=before)
+    (late,) = world.beat("a", after_s=2.0)
+    assert isinstance(late, Allocate) and late.draining == {"n0": 0.0}
+
+
+def test_job_without_nodes_hears_of_draining_with_each_reason() -> None:
+    world = World(4)
+    world.arrive(view("a", min_workers=4))
+    before = world.views["a"].allocation
+    going = {"draining": True, "goes_s": world.now_s + 60.0}
+    nodes = tuple(dataclasses.replace(each, **going) for each in cluster(4).nodes)
+    told = world.send(NodesChanged(cluster=Cluster(nodes=nodes), obtainable=(node("more", 4),)))
+    world.views["a"] = dataclasses.replace(world.views["a"], allocation=before)
+    told += world.beat("a")
+    told += world.send(NodesChanged(cluster=Cluster(nodes=(*nodes, node("small", 1))), obtainable=(node("more", 4),)))
+    orders = [each for each in told if isinstance(each, Allocate)]
+    assert len(orders) > 1 and all(each.nodes == {} and each.draining and each.nodes_may_come for each in orders)
 
 
 def test_what_orphaned_workers_hold_is_given_to_nobody() -> None:

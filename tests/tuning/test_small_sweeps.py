@@ -302,19 +302,27 @@ class Lost:
     def get_trials(self) -> list[Trial]:
         return []
 
+    def step(self) -> None:
+        raise KeyboardInterrupt
+
+    def checkpoint(self) -> None:
+        raise KeyboardInterrupt
+
     def cleanup(self) -> None:
         raise ConnectionError("the cluster is gone")
 
 
-def test_signs_of_life_end_though_cleanup_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_tune, "TuneController", Lost)
+@pytest.mark.parametrize("last", ["step", "checkpoint", "cleanup"])
+def test_signs_of_life_end_with_interrupted_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    kind: Any = type("Loop", (Lost,), {})
+    monkeypatch.setattr(ray_tune, "TuneController", kind)
     ray_tune._claim_sweeps()
     directory = RunStorage(str(tmp_path / "lost"))
     directory.create()
-    loop: Any = Lost()
+    loop = kind()
     signs = ray_tune._watch_of(loop).signs = SignsOfLife(directory, every_s=600.0)
-    with pytest.raises(ConnectionError):
-        loop.cleanup()
+    with pytest.raises((ConnectionError, KeyboardInterrupt)):
+        getattr(loop, last)()
     signs.join(10.0)
     assert not signs.is_alive()
 

@@ -1,0 +1,42 @@
+"""``elastic-ray stop`` of several jobs, one of which does not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from elastic_ray.cli import cluster
+from elastic_ray.cli.app import cli
+from elastic_ray.cli.listings import JobAnswers
+from elastic_ray.events import JobPhase, JobStatus
+
+
+class Answering(cluster.JobClient):
+    """A job that ends when it is told to."""
+
+    def ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return None
+
+    def wait_for(self, reached: Callable[[JobStatus], bool], timeout_s: float) -> JobStatus | None:
+        return JobStatus(job=self.answers.job, phase=JobPhase.STOPPED)
+
+
+class Silent(Answering):
+    """A job whose controller answers nothing."""
+
+    def ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        raise click.ClickException(f"the controller of job {self.answers.job!r} has not answered")
+
+
+def test_stop_reaches_jobs_beside_a_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tuple(kind(JobAnswers(actor=f"job:{name}"), None) for kind, name in ((Silent, "a"), (Answering, "b")))
+    monkeypatch.setattr(cluster, "connect", lambda: None)
+    monkeypatch.setattr(cluster, "find_jobs", lambda name: found)
+    monkeypatch.setattr(cluster, "find_sweeps", lambda name, jobs: [])
+    told = CliRunner().invoke(cli, ["stop", "both"])
+    assert told.exit_code == 1 and told.stderr == "Error: the controller of job 'a' has not answered\n"
+    assert told.stdout.startswith("job b: stopped")
