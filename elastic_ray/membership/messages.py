@@ -141,10 +141,12 @@ class StateVersion:
     # ended loader passes. Among equal states it tells who has left a pass that others are leaving still.
     passes: int = 0
     has_state: bool = False  # whether the worker holds a trained state at all; a newcomer does not
+    # whether accumulators hold what they were given in the last step: one that a rank has counted by itself lacks it
+    has_sums: bool = True
 
-    def order(self) -> tuple[int, int, int, int]:
+    def order(self) -> tuple[int, int, int, int, bool]:
         """Return a sort key that increases with the version and is lowest for workers without a state."""
-        return (int(self.has_state), self.step, self.optimizers_stepped, self.lineage)
+        return (int(self.has_state), self.step, self.optimizers_stepped, self.lineage, self.has_sums)
 
 
 def transfer_rounds(progress: Sequence[StateVersion]) -> list[list[tuple[int, int]]]:

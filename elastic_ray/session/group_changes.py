@@ -237,7 +237,7 @@ class GroupChanges:
             if exchanged.behind and run.ledger.depth_in_group == 0 and run.ledger.outermost is not None:
                 run.ledger.outermost.loader_pass.end()
         with communicator.together():
-            proof = self._set_up(spec, communicator)
+            proof = self._set_up(spec, communicator, nested=exchanged.nested)
         self._steps_waited = 0
         if run.wishes is not None:
             run.wishes.start()
@@ -249,13 +249,17 @@ class GroupChanges:
         self._controller.switched(spec.generation, pause, proof)
         return exchanged.passes
 
-    def _set_up(self, spec: GenerationSpec, communicator: Communicator) -> Link:
-        """Set up a group whose ranks hold equal state, and return the proof of that; raises like :meth:`_enter`."""
+    def _set_up(self, spec: GenerationSpec, communicator: Communicator, *, nested: bool) -> Link:
+        """Set up a group whose ranks hold equal state, and return the proof of that; raises like :meth:`_enter`.
+
+        Args:
+            nested: True if options of optimizers may differ, because one rank has run further code of a lost step.
+        """
         run, registry = self._run, self._run.registry
         registry.enter_group()
         run.consensus.enter_group()
         if communicator.world_size > 1:
-            run.consensus.agree_on(Announced(Intent.BUFFERS, 0, registry.buffer_layout))
+            run.consensus.agree_on(Announced(Intent.BUFFERS, int(nested), registry.buffer_layout))
             # One rank may be about to evaluate its model, and a joiner's be in another mode, but all cut steps alike.
             gives_back = bool(registry.drifting) and run.unit is None and registry.gives_back
             rows = communicator.gather_ints(
@@ -288,8 +292,10 @@ class GroupChanges:
         run, progress = self._run, self._run.progress
         run.moment("received")
         tensors = {} if run.registry.drifts else run.states.alike()
-        own = [digest_of_tensors(list(tensors.values())), int(run.states.joined), progress.proof]
+        own = [digest_of_tensors(list(tensors.values())), int(run.states.joined), progress.proof, progress.ended_passes]
         rows = communicator.gather_ints(own)
+        if any(row[2] != rows[0][2] for row in rows):  # not all have come to the end of a pass that is proven
+            self._share_proof(communicator, max(range(len(rows)), key=lambda rank: rows[rank][3]))
         joined = [bool(row[1]) for row in rows]
         if different := different_ranks([row[0] for row in rows], joined):
             told = difference(communicator, tensors, different)
@@ -300,7 +306,7 @@ class GroupChanges:
                 )
             raise CommunicationFailedError(f"a joining worker does not hold the state that it was sent: {told}")
         return Link.after(
-            rows[0][2],
+            progress.proof,
             {
                 "step": progress.steps,
                 "epoch": progress.epoch,
@@ -311,6 +317,16 @@ class GroupChanges:
                 "bytes": sum(each.numel() * each.element_size() for each in tensors.values()),
             },
         )
+
+    def _share_proof(self, communicator: Communicator, source: int) -> None:
+        """Adopt the latest link of rank ``source``, and the pass that it proves; raises CommunicationFailedError."""
+        progress = self._run.progress
+        told = communicator.broadcast_bytes(to_bytes([progress.proof, progress.last_pass]), source)
+        try:
+            progress.proof, progress.last_pass = from_bytes(told)
+        except ValueError as error:
+            communicator.mark_broken()
+            raise CommunicationFailedError(f"rank {source}: {error}") from error
 
     def _set_shape(self, shape: BatchChoice | None) -> None:
         """Set a new batch shape, unless a policy has set one."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.consensus import RAN_OUT
 from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError, returned_early
 from elastic_ray.events import EventKind
+from elastic_ray.membership.messages import Member
 from elastic_ray.run.run import Run
 from elastic_ray.session.adaptation import Adaptation
 from elastic_ray.session.group_changes import GroupChanges
@@ -325,7 +326,7 @@ class LoaderPasses:
                     run.registry.prepare_averages(ends_pass=ended.ends_pass)
                 self._vote(Announced(Intent.EDGE, 1, averaged), ended.last, plan or layout)
                 self._due = 0, None
-                if ended.ends_pass:
+                if ended.ends_pass and ended.trained:  # else no average holds a rank that has the vote's result back
                     self._ends = ended.loader_pass, run.group.generation, layout is not None and layout.alike
         except CommunicationFailedError as error:
             return self._lose_round(str(error), abandoned=abandoned)
@@ -347,8 +348,10 @@ class LoaderPasses:
         if abandoned:  # code that has continued cannot draw it again: the steps count as they are
             ledger.end_round(None)
             self._end_alone(lost.loader_pass)
+            run.states.lacks_sums = True
             self._changes.regroup(cause)
-            run.notify_once("warning", _LOST_SUMS.format(count=lost.samples), run.group.generation)
+            if run.states.lacks_sums:  # no other rank has them
+                run.notify_once("warning", _LOST_SUMS.format(count=lost.samples), run.group.generation)
             return True
         ledger.lose_round()
         try:
@@ -411,7 +414,7 @@ class LoaderPasses:
         run, ended = self._run, self._run.states.progress.ended_passes
         early, self.ended_early = abandoned or self.ended_early is loader_pass, None
         while self._run.states.progress.ended_passes == ended and not run.ledger.has_left:
-            lost = run.ledger.lost_within(waits=self._waits)
+            lost, members = run.ledger.lost_within(waits=self._waits), run.group.members
             try:
                 alike = self._agree_on_end(loader_pass)
                 self._run.states.progress.end_pass()
@@ -430,7 +433,7 @@ class LoaderPasses:
                 elif early:
                     run.ledger.leave_steps(0)
                 self._regroup(str(error))
-                run.ledger.resume(lost, str(error))
+                run.ledger.resume(lost, str(error), all_stay=self._all_stay(members))
         self._leave_pass(loader_pass, total, put_off=put_off)
 
     def _agree_on_end(self, loader_pass: PassProgress) -> bool:
@@ -515,6 +518,11 @@ class LoaderPasses:
         """True if gradients, or contributions to accumulators, from a surrounding step have not been counted yet."""
         return self._run.registry.gradients_wait or self._run.sums.wait(self._run.ledger.depth)
 
+    def _all_stay(self, members: Sequence[Member]) -> bool:
+        """True if all ``members`` of an earlier group are in the present one."""
+        present = {each.worker for each in self._run.group.members}
+        return present.issuperset(each.worker for each in members)
+
     def _recover(self, step: LoaderStep, cause: str, *, abandoned: bool) -> None:
         """Recover from a lost step: undo what user code changed in it, and continue with the remaining workers.
 
@@ -531,9 +539,9 @@ class LoaderPasses:
             self._add_own()
             return
         run.sums.undo_beyond(ledger.depth)
-        lost = ledger.undo(step, waits=self._waits)
+        lost, members = ledger.undo(step, waits=self._waits), run.group.members
         self._changes.regroup(cause)
-        ledger.resume(lost, cause)
+        ledger.resume(lost, cause, all_stay=self._all_stay(members))
 
     def _draw_in_parts(self, step: LoaderStep, *, abandoned: bool) -> None:
         """Undo a step where a worker ran out of memory, and draw its batch again in smaller micro-batches."""
@@ -566,13 +574,15 @@ class LoaderPasses:
         before = run.states.progress.loader_steps
         if run.states.progress.optimizers_stepped:
             ledger.commit(step, run.group.generation, run.registry.models.gain)
+            run.states.lacks_sums = True
         else:
             ledger.undo(step)
         self._end_alone(step.loader_pass)
         self._regroup(cause)
         lost = _LOST if run.states.progress.loader_steps == before else _LOST_SUMS
         # Not all ranks come by here: one may have been a step behind, see :meth:`_end_left_pass`.
-        run.notify_once("warning", lost.format(what="was lost", count=count), run.group.generation)
+        if lost is _LOST or run.states.lacks_sums:  # else another rank has them
+            run.notify_once("warning", lost.format(what="was lost", count=count), run.group.generation)
 
     def _regroup(self, cause: str) -> None:
         """Enter a new group, where other ranks may already have ended the passes that this rank ends by itself."""

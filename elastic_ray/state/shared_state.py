@@ -50,6 +50,7 @@ class Exchanged:
 
     passes: int  # ended loader passes of the rank that is furthest (see ``RunProgress.ended_passes``)
     behind: bool  # a rank with an equal state has given up the outermost pass that this rank is in
+    nested: bool  # ranks are in passes within a step, which some may have run further than others
 
 
 @contextlib.contextmanager
@@ -111,6 +112,7 @@ class SharedState:
         self.complete = False
         self.joined = False  # the present group without a state of its own, and has that of others
         self.loaded = False  # that is from an automatic checkpoint, and no group has continued from it yet
+        self.lacks_sums = False  # of the last step, which this rank has counted by itself
         self._states: dict[str, Stateful] = {}
         self._rollbacks: list[_Rollback] = []
         self._snapshots: list[list[Any]] = []  # of the outermost step, and of those nested in it
@@ -156,7 +158,7 @@ class SharedState:
 
     def discard_snapshot(self) -> None:
         """Drop the snapshots of a committed step, which no longer needs rollback."""
-        self._snapshots = []
+        self._snapshots, self.lacks_sums = [], False
 
     def start_round(self) -> None:
         """Copy all states at the start of a round (local steps committed together), so that the round can be undone.
@@ -347,8 +349,9 @@ class SharedState:
                 lineage=lineage,
                 passes=passes,
                 has_state=bool(complete),
+                has_sums=not lacks_sums,
             )
-            for steps, stepped, lineage, passes, complete, averaged, *_ in rows
+            for steps, stepped, lineage, passes, complete, averaged, _, _, _, lacks_sums, *_ in rows
         ]
         self.joined = not self.complete and any(each.has_state for each in everyone)
         if not any(each.has_state for each in everyone):
@@ -371,9 +374,13 @@ class SharedState:
         # Who is behind has taken over what the furthest have, and may have ended a pass that continues there.
         furthest = max(each.order() for each in everyone)
         furthest_rows = [row for row, each in zip(rows, everyone, strict=True) if each.order() == furthest]
+        if everyone[communicator.rank].order() != furthest:
+            ledger.follow(furthest_rows[0][8])  # they may be in a later step of a pass nested in the same step
+        self.lacks_sums = any(row[9] for row in furthest_rows)
         return Exchanged(
             passes=max(row[3] for row in furthest_rows),
             behind=max(row[7] for row in furthest_rows) > self.progress.place_in_epochs,
+            nested=max(row[-3] for row in rows) > 0,
         )
 
     def _gather_versions(
@@ -398,6 +405,8 @@ class SharedState:
                     replicas.marker,
                     layout,
                     run.place_in_epochs,
+                    ledger.updates_in_group,
+                    int(self.lacks_sums),
                     outer,
                     depth,
                     run.memory_bound or 0,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from elastic_ray.state.progress import BITS, PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.steps.drawn_batches import DrawnBatches
+from elastic_ray.steps.replay import Replay
 from elastic_ray.steps.round import StepRound
 from elastic_ray.steps.step import LoaderStep
 
@@ -22,47 +23,6 @@ if TYPE_CHECKING:
 _PARTS, _WIDTH = 3, 11
 _MASK = (1 << _WIDTH) - 1
 _LEFT = "the other ranks are not in this step any more"
-
-
-class Replay:
-    """Rerun of user code until this worker catches up with the other ranks; effects on received state are undone.
-
-    Args:
-        between_epochs: True if the code must first run through loader passes of earlier epochs.
-    """
-
-    def __init__(self, state: SharedState, *, between_epochs: bool = False) -> None:
-        progress = state.progress
-        state.snapshot()
-        self._state = state
-        self._ordinal = len(progress.passes) - 1
-        self._collective = progress.joined_at
-        self._effects = progress.effects()
-        self.before_pass = between_epochs or bool(progress.passes)
-
-    @staticmethod
-    def needed(progress: RunProgress) -> bool:
-        """True if other ranks have started a loader pass or collective in the epoch that this rank must replay."""
-        return bool(progress.passes) or progress.joined_at is not None
-
-    def reach_pass(self, ordinal: int) -> bool:
-        """Record that the code has reached the epoch's pass ``ordinal``; return True if the replay is complete."""
-        if ordinal < self._ordinal:
-            return False
-        self.before_pass = False
-        self._take_back()
-        return self._collective is None
-
-    def reach_collective(self, number: int) -> bool:
-        """Record that the code has reached collective ``number``; return True if the replay is complete."""
-        if self.before_pass or self._collective is None or number < self._collective:
-            return False
-        self._take_back()
-        return True
-
-    def _take_back(self) -> None:
-        self._state.roll_back()
-        self._state.progress.restore_effects(self._effects)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,9 +42,11 @@ class _LeftSteps:
 
     depth: int  # of the steps that all ranks are in
     position: int  # of the outermost step left, in its pass
+    updates_before: int  # that step's
     sums: dict[
         tuple[int, int], dict[str, float]
     ]  # of accumulators, for code that runs on; a lost round takes them back
+    around: tuple[str | None, int] = (None, 0)  # as the ledger's, once they have ended
     progress: RunProgress | None = None  # of the group that was entered meanwhile
 
 
@@ -422,16 +384,22 @@ class StepLedger:
         """Return the facts about a loss in a pass, for :meth:`resume`; ``waits`` is as in :meth:`undo`."""
         return LostStep(self._inner is not None, waits or self._around[1] > 0, self._place)
 
-    def resume(self, lost: LostStep, cause: str) -> None:
+    def resume(self, lost: LostStep, cause: str, *, all_stay: bool = True) -> None:
         """Resume in the group entered after :meth:`undo`; a surrounding step that no rank finished is also drawn again.
 
-        The nested pass continues first, so that user code gets its result. The surrounding step fails with ``cause``
-        only after that.
+        So is one that a rank can no longer finish, whose part of the sums would be missing. The nested pass continues
+        first, so that user code gets its result. The surrounding step fails with ``cause`` only after that.
+
+        Args:
+            all_stay: True if all ranks of the lost group are in the present one.
         """
         self.reduced |= lost.nested and self._place[1] > 0  # or another rank's has, whose update is received
         outer_lost = lost.outer_lost or not self.reduced  # its shares were cut for a group that is gone
-        if lost.nested and outer_lost and lost.before == self._place:
-            self._around = cause, self.depth
+        if lost.nested and (not all_stay or (outer_lost and lost.before == self._place)):
+            if self._left is None:
+                self._around = cause, self.depth
+            else:
+                self._left = dataclasses.replace(self._left, around=(cause, self._left.depth))
             self._update()
 
     @property
@@ -492,6 +460,18 @@ class StepLedger:
         return outer.loader_steps if outer is not None and self.depth_in_group > 0 else -1
 
     @property
+    def updates_in_group(self) -> int:
+        """Optimizer steps that user code has asked for in the outermost step, up to where this rank is with others."""
+        return self._updates_asked if self._left is None else self._left.updates_before
+
+    def follow(self, updates: int) -> None:
+        """Continue after ``updates`` optimizer steps of the outermost step, as the rank whose state was received."""
+        if self._left is None:
+            self._updates_asked = updates
+        else:
+            self._left = dataclasses.replace(self._left, updates_before=updates)
+
+    @property
     def has_left(self) -> bool:
         """True in a step whose remaining code this rank runs alone, because the other ranks are not in it."""
         return self._left is not None and self.depth > self._left.depth
@@ -507,7 +487,9 @@ class StepLedger:
             self.state.roll_back(depth)
         self.undo_sums(step)
         self._discard_nested(step)
-        self._left = _LeftSteps(depth=depth, position=step.loader_pass.position, sums=sums)
+        self._left = _LeftSteps(
+            depth=depth, position=step.loader_pass.position, updates_before=step.updates_before, sums=sums
+        )
 
     def end_left(self, step: LoaderStep) -> bool:
         """End a step that this rank had left, and adopt the group's progress; True if others committed the step."""
@@ -516,7 +498,8 @@ class StepLedger:
         self.state.roll_back(left.depth)
         self.state.start_from(left.progress)
         self._discard_nested(step)
-        self._failure, self._around = None, (None, 0)
+        self._updates_asked = left.updates_before
+        self._failure, self._around = None, left.around
         self._update()
         return step.loader_pass.position > left.position
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import threading
@@ -15,7 +16,7 @@ import torch
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.events import Pause
-from elastic_ray.membership.messages import GenerationSpec, Member
+from elastic_ray.membership.messages import GenerationSpec, Member, Returned
 from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.run.current import WorkerDismissed, set_session
 from elastic_ray.session.session import Session
@@ -81,7 +82,9 @@ class Spoil:
     worker: int
 
 
-class _Killed(BaseException):
+class Killed(BaseException):
+    """A worker's end; those in ``joins`` enter with the group that is formed then."""
+
     def __init__(self, joins: tuple[int, ...]) -> None:
         self.joins = joins
 
@@ -182,6 +185,7 @@ class _Job:
         self._told: tuple[int, ...] = ()  # workers that know of the latest generation
         self._void = False  # whether that voids those before it
         self._attempts = 0  # to form it
+        self._returned: dict[int, int] = {}  # workers whose train function has returned, with their steps
         self._over = False
         self.members: tuple[int, ...] = ()
         self.outcome = Outcome()
@@ -214,8 +218,12 @@ class _Job:
         """Start a worker, and wait until it has built its model."""
         self._ready[worker] = threading.Event()
 
+        options = dict(self._options)
+        make = options.pop("make", None)
+
         def form(spec: GenerationSpec, rank: int) -> Communicator:
-            return member(self._controller, rank, spec.world_size, generation=spec.generation, **self._options)
+            made = {} if make is None else {"make": functools.partial(make, generation=spec.generation)}
+            return member(self._controller, rank, spec.world_size, generation=spec.generation, **options, **made)
 
         membership = WorkerMembership(f"w{worker}", form, self.form_again)
         session = Session(
@@ -237,9 +245,10 @@ class _Job:
             self.outcome.results[worker] = self._train()
             session.finish()
             session.membership.close(broken=False)
+            self._finished(worker, session.progress.loader_steps)
         except WorkerDismissed:
             session.membership.close(broken=False)
-        except _Killed as killed:
+        except Killed as killed:
             session.membership.close(broken=True)
             with self._lock:
                 for each in killed.joins:
@@ -252,6 +261,13 @@ class _Job:
             session.membership.close(broken=True)
             self._errors.append(error)
             self._ready[worker].set()
+
+    def _finished(self, worker: int, steps: int) -> None:
+        """A worker has returned: a group that waits for it is formed again without it."""
+        with self._lock:
+            self._returned[worker] = steps
+            if self._void and worker in self.members and self._sessions[worker].group.generation < self._generation:
+                self.announce(self.members, void=True)
 
     def is_ready(self, worker: int) -> None:
         self._ready[worker].set()
@@ -287,7 +303,8 @@ class _Job:
     def announce(
         self, workers: tuple[int, ...], *, void: bool = False, also: tuple[int, ...] = (), attempts: int = 1
     ) -> int:
-        """Tell everybody of the next group."""
+        """Tell everybody of the next group, which those who have returned are not in."""
+        workers = tuple(each for each in workers if each not in self._returned) if void else workers
         self._generation += 1
         self._attempts = attempts
         self._told, self._void = tuple(dict.fromkeys([*self.members, *workers, *also])), void
@@ -297,6 +314,7 @@ class _Job:
             generation=self._generation,
             members=tuple(Member(worker=f"w{each}", node=f"node-{each % self._nodes}") for each in workers),
             void_below=self._generation if void else 0,
+            returned=tuple(Returned(rank=each - 1, steps=steps) for each, steps in self._returned.items()),
         )
         for each in self._told:
             self._sessions[each].membership.post(spec)
@@ -309,7 +327,7 @@ class _Job:
                 self._kills.remove(kill)
                 self._wait_for(self.members if kill.last else kill.after, kill.after_moment or moment, step)
                 self._dying.add(worker)
-                raise _Killed(kill.joins)
+                raise Killed(kill.joins)
         if moment == "received" and (worker, step) in self._spoils:
             first = next(iter(self._sessions[worker].states.alike().values()))
             first.detach().view(torch.int32).view(-1)[0] ^= 1

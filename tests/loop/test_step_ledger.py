@@ -128,9 +128,9 @@ def test_a_nested_pass_counts_no_step_and_is_forgotten(ledger: StepLedger, state
     assert len(state.progress.passes) == 1 and ledger.next_ordinal == 1
 
 
-@pytest.mark.parametrize("reduced", [True, False])
+@pytest.mark.parametrize(("reduced", "all_stay"), [(True, True), (False, True), (True, False)])
 def test_surrounding_step_is_lost_unless_its_gradients_are_there(
-    ledger: StepLedger, state: State, reduced: bool
+    ledger: StepLedger, state: State, reduced: bool, all_stay: bool
 ) -> None:
     begun(ledger, state)
     if reduced:
@@ -138,8 +138,8 @@ def test_surrounding_step_is_lost_unless_its_gradients_are_there(
     begun(ledger, state)
     lost = ledger.undo(ledger.end())
     ledger.clear_failure()
-    ledger.resume(lost, "gone")
-    assert ledger.failure == (None if reduced else "gone")
+    ledger.resume(lost, "gone", all_stay=all_stay)
+    assert ledger.failure == (None if reduced and all_stay else "gone")
 
 
 def test_pass_within_lost_step_continues_before_step_is_lost(ledger: StepLedger, state: State) -> None:
