@@ -23,7 +23,7 @@ from elastic_ray.parallel.flops import flops_on
 from elastic_ray.parallel.model_copy import ModelCopy, copied, describe_model
 from elastic_ray.parallel.model_parts import KeptModel, ModelParts, joined, joint_noise, schedulers_of
 from elastic_ray.parallel.nonfinite import check_choice
-from elastic_ray.parallel.out_of_memory import Untouched, give_zero_gradients, in_parts, lost_output
+from elastic_ray.parallel.out_of_memory import Untouched, evaluated_in_parts, give_zero_gradients, lost_output
 from elastic_ray.parallel.patches import (
     after_step,
     check_scaler,
@@ -352,7 +352,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._sync.end_lost_pass(give_zero_gradients)
         if not trains:
             agree = cast("ShardedGradients", self._sync).before_calls if self._sharded else None
-            return in_parts(self.module, args, kwargs, exact=True, agree=agree, forward=own)
+            samples = self._run.evaluated_samples
+            return evaluated_in_parts(self.module, args, kwargs, agree=agree, forward=own, samples=samples)
         params = [] if self._sharded else self._trainable.params
         return lost_output(self.module, args, kwargs, params, forward=own)
 

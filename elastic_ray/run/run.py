@@ -224,6 +224,12 @@ class Run:
         self.controller.notify(EventKind.OUT_OF_MEMORY.value, cause, {"memory_bound": self.progress.memory_bound})
         return True
 
+    @property
+    def evaluated_samples(self) -> int:
+        """Number of samples that this rank has at once from a loader that divides batches for an evaluation; else 0."""
+        step = self.ledger.step
+        return 0 if step is None or step.whole or step.leads else max(step.sizes[self.group.rank])
+
     def least_samples(self, step: LoaderStep | None = None) -> int:
         """Fewest samples that a worker may process at once if memory is short: the loader's, two with BatchNorm."""
         info = self.registry.loaders.info if step is None or step.leads else None  # others' batches are fixed
