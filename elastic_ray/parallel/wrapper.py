@@ -197,7 +197,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._forwarded: object = None  # step whose first forward pass has been looked at
         self._run = run = session.run
         self._optimizers, self._scaler = optimizers, grad_scaler
-        self._untried = set(map(id, optimizers))  # those whose first update is still to come
+        self._updated: dict[int, int] = dict.fromkeys(map(id, optimizers), 0)  # most samples at once, by optimizer
         self._own_step: LoaderStep | None = None  # the latest outermost step for which an update was asked
         self._nested_in: LoaderStep | None = None  # the latest in which a loop within it asked for one
         if monitor is not None:
@@ -559,9 +559,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         if own is self._steps[0]:  # the others' steps are of the same samples
             self._tracker.advance(scale, None if scale == 1.0 else self.noise_scale)
         # Memory runs out with the first update, which makes the optimizer's state, or with a batch that is larger.
-        untouched = None
-        larger = step is not None and max(map(max, step.sizes)) > self._run.states.progress.fits
-        if larger or (step is not None and id(own.optimizer) in self._untried):
+        untouched, most = None, max(map(max, step.sizes)) if step is not None else 0
+        if most > self._updated[id(own.optimizer)]:
             untouched = Untouched(own.optimizer, self._params_of(own))
         rates = own.rates.scale(scale, has_statistics=self._sync.gives_statistics)
         try:
@@ -578,7 +577,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         finally:
             if rates is not None:
                 own.rates.restore(rates)
-        self._untried.discard(id(own.optimizer))
+        self._updated[id(own.optimizer)] = max(most, self._updated[id(own.optimizer)])
         ledger.applied()
         return result
 
