@@ -339,7 +339,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         """True if parts of the batch replace a forward pass; it voids the step that it trains in."""
         if not is_out_of_memory(error) or torch._C._current_graph_task_id() != -1:
             return False  # a backward pass that has computed it again is lost as a whole
-        return self._lose_step() if trains else not self.module.training
+        return self._lose_step() if trains else not (self.module.training or self._run.unit)
 
     def _lose_step(self) -> bool:
         """Void the current step, which does not fit into memory; False if the error must be raised to the loop."""
