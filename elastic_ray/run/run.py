@@ -207,7 +207,9 @@ class Run:
             return True
         most = max(step.sizes[self.group.rank])
         least = self.least_samples(step)
-        if most <= least or most > step.equal_bsz:
+        if self.progress.bound_after(most, least) >= min(most, self.progress.memory_bound or most):
+            return False  # it would be drawn again as it is
+        if most > step.equal_bsz:
             return False
         together = not (self.registry.meets_in_passes or self.registry.drifts or self.ledger.reduced)
         if self.group.world_size == 1 or (together and self.models == 1):

@@ -223,10 +223,13 @@ class RunProgress:
         """Return the bound on samples at once that follows if a worker runs out of memory with ``failed`` samples.
 
         The bound is half of ``failed`` or, if larger, ``least``, or the largest number known to fit, if at most 90 % of
-        ``failed``.
+        ``failed``. If that is no less than the bound that the samples were divided by, it is half of that bound.
         """
         fits = self.fits if self.fits <= 0.9 * failed else 0
-        return max(least, failed // 2, fits)
+        bound = max(least, failed // 2, fits)
+        if self.memory_bound is not None and bound >= self.memory_bound:
+            bound = max(least, self.memory_bound // 2)
+        return bound
 
     def limit_memory(self, bound: int | None) -> None:
         """Lower the bound on the samples that any worker processes at once to ``bound``; None changes nothing."""

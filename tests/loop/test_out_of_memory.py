@@ -237,8 +237,8 @@ def test_updates_of_larger_batches_fail_repeatedly() -> None:
         net = Net(Allocator("update", 9, 1))
         optimizer = Starved(net)
         model = er.AdaptiveDataParallel(net, optimizer, scaling_rule="none")
-        loader, total = er.AdaptiveDataLoader(rows(), batch_size=[(0, 16), (1, 64)], seed=1), 0.0
-        for _ in er.remaining_epochs_until(3):
+        loader, total = er.AdaptiveDataLoader(rows(), batch_size=[(0, 16), (0.5, 64)], seed=1), 0.0
+        for _ in er.remaining_epochs_until(4):
             seen = er.Accumulator()
             for x, y in loader:
                 optimizer.zero_grad()
@@ -248,7 +248,7 @@ def test_updates_of_larger_batches_fail_repeatedly() -> None:
         return net.memory.refused, current_session().progress.memory_bound, total
 
     found = run_job(train, [], first=(1, 2)).results.values()
-    assert [each[1:] for each in found] == [(8, 3 * SAMPLES)] * 2
+    assert [each[1:] for each in found] == [(8, 4 * SAMPLES)] * 2
     assert sum(each[0] for each in found) == 2, "32 samples, and then 16"
 
 
@@ -481,6 +481,12 @@ def test_no_part_is_one_sample_where_two_fit() -> None:
     set_session(None)
     with pytest.raises(torch.OutOfMemoryError):
         stepped(Normed(Allocator("forward", 1)), plain, 2)
+
+
+def test_a_step_that_cannot_be_cut_is_not_drawn_again() -> None:
+    """Three samples make no two parts of two."""
+    with pytest.raises(torch.OutOfMemoryError, match="at backward with 3 samples"):
+        stepped(Normed(Allocator("backward", 2)), plain, 3)
 
 
 def test_arguments_that_cannot_be_cut_are_named() -> None:

@@ -112,6 +112,14 @@ def test_what_others_committed_beyond_the_bound_did_not_fit() -> None:
     assert (progress.memory_bound, progress.fits) == (8, 8)
 
 
+def test_a_bound_that_does_not_suffice_falls() -> None:
+    progress = RunProgress(memory_bound=8, fits=8)
+    progress.bound_memory(9)  # the last step of an epoch has a sample more
+    assert progress.memory_bound == 4
+    progress.bound_memory(5, 4)
+    assert progress.memory_bound == 4
+
+
 @pytest.mark.parametrize("options", [{}, {"whole_batches": True}], ids=["divided", "whole"])
 @pytest.mark.parametrize("inside", [True, False], ids=["in it", "after it"])
 def test_a_rerun_makes_nested_evaluations_whole(inside: bool, options: dict[str, Any]) -> None:
