@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from elastic_ray.consensus.intents import RanksDisagreeError
-from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
+from elastic_ray.steps.out_of_memory import EvaluationMemoryError, is_out_of_memory, let_go
 from placement.text import count
 
 _TOLERANCE = 0.01  # of the largest value: what is computed in half precision depends on the batch by less
@@ -42,6 +42,22 @@ def lost_output(
     given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor) and each.requires_grad]
     ends = [*params, *given] or [torch.zeros((), requires_grad=True)]
     return _mapped(lambda column: _through(column[0], ends) if _is_real(column[0]) else column[0], [output])
+
+
+def evaluated_in_parts(
+    module: torch.nn.Module, args: Any, kwargs: Any, *, agree: Callable[[int], None] | None, forward: Any, samples: int
+) -> Any:
+    """Return the output that ``module`` gives without gradients; see :func:`in_parts`.
+
+    Raises:
+        EvaluationMemoryError: Not even one sample fits, or arguments or output cannot be split. It has ``samples``.
+    """
+    try:
+        return in_parts(module, args, kwargs, exact=True, agree=agree, forward=forward)
+    except torch.OutOfMemoryError as error:
+        lack = EvaluationMemoryError(str(error))
+        lack.samples = samples
+        raise lack from error
 
 
 def in_parts(

@@ -23,7 +23,7 @@ from elastic_ray.parallel.flops import flops_on
 from elastic_ray.parallel.model_copy import ModelCopy, copied, describe_model
 from elastic_ray.parallel.model_parts import KeptModel, ModelParts, joined, joint_noise, schedulers_of
 from elastic_ray.parallel.nonfinite import check_choice
-from elastic_ray.parallel.out_of_memory import Untouched, give_zero_gradients, in_parts, lost_output
+from elastic_ray.parallel.out_of_memory import Untouched, evaluated_in_parts, give_zero_gradients, lost_output
 from elastic_ray.parallel.patches import (
     after_step,
     check_scaler,
@@ -197,7 +197,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._forwarded: object = None  # step whose first forward pass has been looked at
         self._run = run = session.run
         self._optimizers, self._scaler = optimizers, grad_scaler
-        self._untried = set(map(id, optimizers))  # those whose first update is still to come
+        self._updated: dict[int, int] = dict.fromkeys(map(id, optimizers), 0)  # most samples at once, by optimizer
         self._own_step: LoaderStep | None = None  # the latest outermost step for which an update was asked
         self._nested_in: LoaderStep | None = None  # the latest in which a loop within it asked for one
         if monitor is not None:
@@ -339,7 +339,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         """True if parts of the batch replace a forward pass; it voids the step that it trains in."""
         if not is_out_of_memory(error) or torch._C._current_graph_task_id() != -1:
             return False  # a backward pass that has computed it again is lost as a whole
-        return self._lose_step() if trains else not self.module.training
+        return self._lose_step() if trains else not (self.module.training or self._run.unit)
 
     def _lose_step(self) -> bool:
         """Void the current step, which does not fit into memory; False if the error must be raised to the loop."""
@@ -352,7 +352,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._sync.end_lost_pass(give_zero_gradients)
         if not trains:
             agree = cast("ShardedGradients", self._sync).before_calls if self._sharded else None
-            return in_parts(self.module, args, kwargs, exact=True, agree=agree, forward=own)
+            samples = self._run.evaluated_samples
+            return evaluated_in_parts(self.module, args, kwargs, agree=agree, forward=own, samples=samples)
         params = [] if self._sharded else self._trainable.params
         return lost_output(self.module, args, kwargs, params, forward=own)
 
@@ -558,9 +559,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         if own is self._steps[0]:  # the others' steps are of the same samples
             self._tracker.advance(scale, None if scale == 1.0 else self.noise_scale)
         # Memory runs out with the first update, which makes the optimizer's state, or with a batch that is larger.
-        untouched = None
-        larger = step is not None and max(map(max, step.sizes)) > self._run.states.progress.fits
-        if larger or (step is not None and id(own.optimizer) in self._untried):
+        untouched, most = None, max(map(max, step.sizes)) if step is not None else 0
+        if most > self._updated[id(own.optimizer)]:
             untouched = Untouched(own.optimizer, self._params_of(own))
         rates = own.rates.scale(scale, has_statistics=self._sync.gives_statistics)
         try:
@@ -577,7 +577,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         finally:
             if rates is not None:
                 own.rates.restore(rates)
-        self._untried.discard(id(own.optimizer))
+        self._updated[id(own.optimizer)] = max(most, self._updated[id(own.optimizer)])
         ledger.applied()
         return result
 

@@ -207,7 +207,9 @@ class Run:
             return True
         most = max(step.sizes[self.group.rank])
         least = self.least_samples(step)
-        if most <= least or most > step.equal_bsz:
+        if self.progress.bound_after(most, least) >= min(most, self.progress.memory_bound or most):
+            return False  # it would be drawn again as it is
+        if most > step.equal_bsz:
             return False
         together = not (self.registry.meets_in_passes or self.registry.drifts or self.ledger.reduced)
         if self.group.world_size == 1 or (together and self.models == 1):
@@ -223,6 +225,12 @@ class Run:
         self.ledger.fail(cause)
         self.controller.notify(EventKind.OUT_OF_MEMORY.value, cause, {"memory_bound": self.progress.memory_bound})
         return True
+
+    @property
+    def evaluated_samples(self) -> int:
+        """Number of samples that this rank has at once from a loader that divides batches for an evaluation; else 0."""
+        step = self.ledger.step
+        return 0 if step is None or step.whole or step.leads else max(step.sizes[self.group.rank])
 
     def least_samples(self, step: LoaderStep | None = None) -> int:
         """Fewest samples that a worker may process at once if memory is short: the loader's, two with BatchNorm."""

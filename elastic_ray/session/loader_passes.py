@@ -260,7 +260,7 @@ class LoaderPasses:
         trained = ledger.commit(step, run.group.generation, run.registry.models.gain, hashes)
         if not nested:
             if step.leads and trained:
-                run.states.progress.fits = max(run.states.progress.fits, *map(max, step.sizes))
+                run.states.progress.count_fit(max(map(max, step.sizes)))
             self._stepped_in = run.group.generation
             if self._conclude(step, trained=trained) and not (ends_pass or ends_early):
                 self._changes.between_steps(step.can_switch)
@@ -332,7 +332,7 @@ class LoaderPasses:
             return self._lose_round(str(error), abandoned=abandoned)
         ledger.end_round(run.tally.take(ended))
         if ended.trained and ended.last.leads:
-            run.states.progress.fits = max(run.states.progress.fits, *map(max, ended.last.sizes))
+            run.states.progress.count_fit(max(map(max, ended.last.sizes)))
         self._stepped_in = run.group.generation
         if self._conclude(ended.last, trained=ended.trained, ended=ended) and not (ends_pass or ended.ends_pass):
             self._changes.between_steps(ended.last.can_switch)

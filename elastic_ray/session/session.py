@@ -28,6 +28,7 @@ from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.state.layout import check_ends, digest
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint, SavedState, StartingPoint
+from elastic_ray.steps.out_of_memory import EvaluationMemoryError, is_out_of_memory
 from elastic_ray.steps.random_numbers import fold_generators
 from elastic_ray.stragglers.detection import StragglerConfig
 
@@ -239,12 +240,16 @@ class Session:
     def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
         """Return the states, keyed by name, and the progress that a rerun of the train function continues from.
 
-        Rolls back the step in progress. Returns None if this worker has not joined, or was interrupted during an
-        update.
+        Rolls back the step in progress, with the passes nested in it. Returns None if this worker has not joined, or
+        was interrupted during an update.
         """
         if not self.synced or self.ledger.updating:
             return None
-        self.states.roll_back()
+        step = None
+        while self.ledger.depth:
+            step = self.ledger.end()
+        if step is not None:
+            self.ledger.undo(step)
         return self.states.capture_to_keep(), self.progress
 
     def start_epochs(self, epochs: int | None) -> None:
@@ -301,17 +306,24 @@ class Session:
             self.run.agreed.wants_consensus = True
         return settled
 
-    @property
-    def atomic_bsz(self) -> int:
-        """Largest number of samples that this rank processes at once in the current step; 0 outside steps."""
+    def samples_beyond_memory(self, error: BaseException) -> int:
+        """Return the number of samples at once for which memory ran out; 0 if fewer samples are no way out.
+
+        An evaluation bounds the batches of its own loader, down to those that have trained.
+        """
         step = self.ledger.outermost
-        return max(step.sizes[self.rank]) if step is not None and self.rank < len(step.sizes) else 0
+        if not is_out_of_memory(error) or step is None or step.whole or self.rank >= len(step.sizes):
+            return 0
+        if not isinstance(error, EvaluationMemoryError):
+            return max(step.sizes[self.rank])
+        bound = self.progress.bound_after(error.samples, self.run.least_samples())
+        return error.samples if self.progress.fits <= bound < error.samples else 0
 
     @property
     def takes_more(self) -> bool:
         """True if this rank's largest micro-batch in the step is larger than with an equal split among ranks."""
         step = self.ledger.outermost
-        return step is not None and self.atomic_bsz > step.equal_bsz
+        return step is not None and self.rank < len(step.sizes) and max(step.sizes[self.rank]) > step.equal_bsz
 
     def step_report(self) -> StepReport | None:
         """Return this rank's measurements since the previous call; None before the first group."""

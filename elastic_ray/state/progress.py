@@ -213,18 +213,35 @@ class RunProgress:
         return self.reports
 
     def bound_memory(self, failed: int, least: int = 1) -> None:
-        """Bound the samples processed at once, after a worker ran out of memory with ``failed`` samples.
+        """Bound the samples processed at once, after a worker ran out of memory with ``failed`` samples."""
+        self.limit_memory(self.bound_after(failed, least))
+
+    def bound_after(self, failed: int, least: int = 1) -> int:
+        """Return the bound on samples at once that follows if a worker runs out of memory with ``failed`` samples.
 
         The bound is half of ``failed`` or, if larger, ``least``, or the largest number known to fit, if at most 90 % of
-        ``failed``.
+        ``failed``. If that is no less than the bound that the samples were divided by, it is half of that bound.
         """
         fits = self.fits if self.fits <= 0.9 * failed else 0
-        self.limit_memory(max(least, failed // 2, fits))
+        bound = max(least, failed // 2, fits)
+        if self.memory_bound is not None and bound >= self.memory_bound:
+            bound = max(least, self.memory_bound // 2)
+        return bound
 
     def limit_memory(self, bound: int | None) -> None:
         """Lower the bound on the samples that any worker processes at once to ``bound``; None changes nothing."""
         if bound is not None:
             self.memory_bound = bound if self.memory_bound is None else min(bound, self.memory_bound)
+            self.count_fit(0)
+
+    def count_fit(self, samples: int) -> None:
+        """Count that workers had memory for a committed training step with ``samples`` samples at once.
+
+        Samples beyond the bound do not count: the step was committed by other ranks than the one that lacked memory.
+        """
+        self.fits = max(self.fits, samples)
+        if self.memory_bound is not None:
+            self.fits = min(self.fits, self.memory_bound)
 
     def add_sums(self, added: Iterable[tuple[tuple[int, int], str, float]]) -> None:
         """Add contributions from all ranks, given as (accumulator key, name, value), to the sums."""

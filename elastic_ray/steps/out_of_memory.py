@@ -13,6 +13,17 @@ import torch
 _TEXTS = re.compile(r"\b(CUDA|HIP|MPS)\b.*\bout of memory|_ALLOC_FAILED\b|can't allocate memory|std::bad_alloc")
 
 
+class EvaluationMemoryError(torch.OutOfMemoryError):
+    """Raised if a forward pass without gradients runs out of memory, and cannot be computed in parts.
+
+    Attributes:
+        samples: Number of samples that its loader, which divides batches for an evaluation, gives at once; 0 if the
+            batch is not of such a loader.
+    """
+
+    samples = 0
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """True if the error means that an allocation in host or GPU memory failed."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):

@@ -300,10 +300,10 @@ class Worker:
             return _end(GroupLost, cause=str(error))
         except BaseException as error:
             broken = True
-            starts_over = is_out_of_memory(error) and session.atomic_bsz > 0 and session.synced and self._unit is None
-            whole, atomic_bsz, more = not session.ledger.updating, session.atomic_bsz, session.takes_more
+            whole, samples, more = not session.ledger.updating, session.samples_beyond_memory(error), session.takes_more
+            starts_over = samples > 0 and session.synced and self._unit is None
             if starts_over and not more:
-                session.progress.bound_memory(atomic_bsz, session.run.least_samples())
+                session.progress.bound_memory(samples, session.run.least_samples())
             kept = session.keep_state() if starts_over else None
             if kept is None and not starts_over:
                 raised = seal_error(error, rank=session.group.rank_info.rank, node=self._host)
@@ -314,7 +314,7 @@ class Worker:
                 return _end(RunFailed, error=raised, **where)
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
             let_go(error)
-            link.out_of_memory(atomic_bsz, _first_line(error), whole=whole, more_than_equal=more)
+            link.out_of_memory(samples, _first_line(error), whole=whole, more_than_equal=more)
             if kept is not None:
                 return kept
             progress = _start_of(assignment) or RunProgress()  # half of an optimizer step is no state: others have one

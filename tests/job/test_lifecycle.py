@@ -192,6 +192,38 @@ def test_a_batch_that_falls_ten_times_ends(ray_cluster: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_an_evaluation_without_room_bounds_no_training(ray_cluster: Any, tmp_path: Path) -> None:
+    """Its output is one number, which no parts give; the job ends with its error at once."""
+
+    class Mean(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.training and len(x) > 48:
+                raise torch.OutOfMemoryError("as if, in the evaluation")
+            return super().forward(x).square().mean()
+
+    def train() -> None:
+        model = Mean(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        wrapped = er.AdaptiveDataParallel(model, optimizer)
+        loader = er.AdaptiveDataLoader([torch.ones(4)] * 128, batch_size=32)
+        for _ in er.remaining_epochs_until(1):
+            for x in loader:
+                wrapped(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    wrapped.eval()(torch.ones(64, 4))
+                wrapped.train()
+
+    run_config = ray.train.RunConfig(storage_path=str(tmp_path))
+    scaling = ray.train.ScalingConfig(num_workers=1)
+    handle = er.ElasticTrainer(train, scaling_config=scaling, run_config=run_config).submit()
+    with pytest.raises(torch.OutOfMemoryError, match="evaluate with smaller batches"):
+        handle.result(timeout=180)
+    assert EventKind.OUT_OF_MEMORY not in kinds(handle)
+
+
+@pytest.mark.slow
 def test_joiner_without_room_for_its_model_costs_others_nothing(ray_cluster: Any, tmp_path: Path) -> None:
     """One worker trains; the one that is to join it runs out of memory before it has a model, its successor not."""
     starve = tmp_path / "starve"

@@ -216,6 +216,42 @@ def test_so_it_does_in_a_group_that_may_change(moment: str, kind: str, rank: int
     assert all(same(found, calm) for found in outcome.results.values())
 
 
+class Starved(torch.optim.SGD):
+    """Has no room for the state of an update after more than ``room`` samples."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__(net.parameters(), lr=0.01)
+        self._net = net
+
+    def step(self, closure: Any = None) -> Any:
+        """As the class says."""
+        self._net.memory.take("update", self._net.seen)
+        return super().step(closure)
+
+
+@pytest.mark.thorough
+def test_updates_of_larger_batches_fail_repeatedly() -> None:
+    """One of two workers; the other makes the updates, which tells nothing about the first one's memory."""
+
+    def train() -> tuple[int, int | None, float]:
+        net = Net(Allocator("update", 9, 1))
+        optimizer = Starved(net)
+        model = er.AdaptiveDataParallel(net, optimizer, scaling_rule="none")
+        loader, total = er.AdaptiveDataLoader(rows(), batch_size=[(0, 16), (0.5, 64)], seed=1), 0.0
+        for _ in er.remaining_epochs_until(4):
+            seen = er.Accumulator()
+            for x, y in loader:
+                optimizer.zero_grad()
+                plain(model, optimizer, x, y)
+                seen["samples"] += len(x)
+            total += seen["samples"]
+        return net.memory.refused, current_session().progress.memory_bound, total
+
+    found = run_job(train, [], first=(1, 2)).results.values()
+    assert [each[1:] for each in found] == [(8, 4 * SAMPLES)] * 2
+    assert sum(each[0] for each in found) == 2, "32 samples, and then 16"
+
+
 class Doubling(Policy):
     """Sets twice the batch after every second step."""
 
@@ -445,6 +481,12 @@ def test_no_part_is_one_sample_where_two_fit() -> None:
     set_session(None)
     with pytest.raises(torch.OutOfMemoryError):
         stepped(Normed(Allocator("forward", 1)), plain, 2)
+
+
+def test_a_step_that_cannot_be_cut_is_not_drawn_again() -> None:
+    """Three samples make no two parts of two."""
+    with pytest.raises(torch.OutOfMemoryError, match="at backward with 3 samples"):
+        stepped(Normed(Allocator("backward", 2)), plain, 3)
 
 
 def test_arguments_that_cannot_be_cut_are_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,37 @@ def summed(unit: UnitGroup) -> list[list[float]]:
 
 def test_workers_of_a_unit_may_add_up_nothing(tmp_path: Path) -> None:
     assert run_units(summed, tmp_path) == [[[[], []], [[2.0], [2.0]]]] * 2
+
+
+class Roomless(nn.Module):
+    """Has no room for a batch that it evaluates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(6, 1), 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += not self.training
+        if not self.training and len(x) > 5:
+            raise torch.OutOfMemoryError("as if")
+        return self.linear(x)
+
+
+def evaluated(unit: UnitGroup) -> int:
+    """Number of calls of this worker's part for one batch, which has collectives with the others' parts."""
+    model = Roomless()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    for _ in er.remaining_epochs_until(1):
+        for (x,) in er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.ones(40, 6)), batch_size=20):
+            optimizer.zero_grad()
+            wrapped(x).mean().backward()
+            optimizer.step()
+        wrapped.eval()
+        with torch.no_grad(), contextlib.suppress(torch.OutOfMemoryError):
+            wrapped(torch.ones(10, 6))
+    return model.calls
+
+
+def test_no_part_evaluates_in_parts_by_itself(tmp_path: Path) -> None:
+    assert run_units(evaluated, tmp_path) == [[1, 1], [1, 1]]
