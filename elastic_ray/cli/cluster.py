@@ -237,10 +237,11 @@ def find_sweeps(name: str, jobs: Sequence[JobClient]) -> list[Any]:
     return [named] if named is not None else list(sweeps)
 
 
-def stop_sweep(sweep: Any, *, now: bool, reason: str) -> int:
+def stop_sweep(sweep: Any, name: str, *, now: bool, reason: str) -> int:
     """Stop a sweep's running trials and start no further ones; return the number of trials that were stopped.
 
-    With ``now``, they stop in the middle of a step. ``reason`` is shown for each trial.
+    With ``now``, they stop in the middle of a step. ``name`` (of the sweep or its submission) is for errors, ``reason``
+    is shown for each trial.
 
     Raises:
         ClickException: The sweep's actor does not answer.
@@ -248,7 +249,10 @@ def stop_sweep(sweep: Any, *, now: bool, reason: str) -> int:
     try:
         return int(ray.get(sweep.stop.remote(reason, now), timeout=_CALL_TIMEOUT_S))
     except GetTimeoutError:
-        raise click.ClickException(f"the sweep's actor has not answered within {_CALL_TIMEOUT_S:g} s") from None
+        raise click.ClickException(
+            f"the actor of sweep {name!r} has not answered within {_CALL_TIMEOUT_S:g} s; the head node may be "
+            "overloaded; stop takes effect if it answers again"
+        ) from None
     except RayActorError:
         return 0
 

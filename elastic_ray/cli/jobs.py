@@ -190,7 +190,7 @@ def stop(job: str, now: bool) -> None:
     found = cluster.find_jobs(job)
     sweeps = cluster.find_sweeps(job, found)
     for sweep in sweeps:
-        trials = cluster.stop_sweep(sweep, now=now, reason="elastic-ray stop")
+        trials = cluster.stop_sweep(sweep, job, now=now, reason="elastic-ray stop")
         say(f"the sweep ends; {count(trials, 'trial')} stopped")
     if not found and sweeps:
         return

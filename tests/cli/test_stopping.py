@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
+import ray
 from click.testing import CliRunner
+from ray.exceptions import GetTimeoutError
 
 from elastic_ray.cli import cluster
 from elastic_ray.cli.app import cli
@@ -40,3 +43,18 @@ def test_stop_reaches_jobs_beside_a_silent_one(monkeypatch: pytest.MonkeyPatch) 
     told = CliRunner().invoke(cli, ["stop", "both"])
     assert told.exit_code == 1 and told.stderr == "Error: the controller of job 'a' has not answered\n"
     assert told.stdout.startswith("job b: stopped")
+
+
+class Mute:
+    """In place of a sweep's actor that answers nothing."""
+
+    stop = SimpleNamespace(remote=lambda reason, now: None)
+
+
+def test_stop_names_a_silent_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(ref: None, timeout: float) -> None:
+        raise GetTimeoutError
+
+    monkeypatch.setattr(ray, "get", wait)
+    with pytest.raises(click.ClickException, match="the actor of sweep 'lr' has not answered within 10 s"):
+        cluster.stop_sweep(Mute(), "lr", now=False, reason="enough")

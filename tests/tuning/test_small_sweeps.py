@@ -210,7 +210,7 @@ def test_a_stopped_sweep_ends_with_its_trials(
                 )
                 self.said = self.said or [CliRunner().invoke(cli, words.split()).output for words in SHOWN]
                 (sweep,) = cluster.find_sweeps("stopped" if of == "sweep" else "a submission", jobs)
-                assert cluster.stop_sweep(sweep, now=False, reason="enough of it") >= 2
+                assert cluster.stop_sweep(sweep, "stopped", now=False, reason="enough of it") >= 2
 
     stop = Stop()
     grid = fit(
