@@ -398,7 +398,7 @@ class StepLedger:
         if lost.nested and (not all_stay or (outer_lost and lost.before == self._place)):
             if self._left is None:
                 self._around = cause, self.depth
-            else:
+            elif self._left.depth:  # at depth 0 no step around it can fail
                 self._left = dataclasses.replace(self._left, around=(cause, self._left.depth))
             self._update()
 

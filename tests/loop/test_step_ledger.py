@@ -28,6 +28,9 @@ class State:
     def lose_round(self) -> None:
         self.progress.sums = {}
 
+    def start_from(self, progress: RunProgress) -> None:
+        """No other rank's is received."""
+
 
 def gain(scale: float) -> float:
     return scale / 2
@@ -171,6 +174,20 @@ def test_a_surrounding_step_made_by_another_rank_is_kept(ledger: StepLedger, sta
     outer.loader_pass.advance(8)
     ledger.resume(lost, "gone")
     assert not ledger.failed
+
+
+@pytest.mark.parametrize("deeper", [0, 1])
+def test_a_left_step_fails_only_the_steps_around_it(ledger: StepLedger, state: State, deeper: int) -> None:
+    steps = [begun(ledger, state) for _ in range(2 + deeper)]
+    ledger.reduced = True
+    lost = ledger.undo(ledger.end())
+    ledger.leave_steps(deeper)
+    steps[deeper].loader_pass.advance(8)  # as another rank has committed it
+    ledger.clear_failure()
+    ledger.resume(lost, "gone", all_stay=False)
+    left = ledger.end()
+    assert left is steps[deeper] and ledger.end_left(left)
+    assert ledger.failure == ("gone" if deeper else None)
 
 
 @pytest.mark.parametrize("waits", [True, False])
