@@ -319,10 +319,12 @@ class Session:
         bound = self.progress.bound_after(error.samples, self.run.least_samples())
         return error.samples if self.progress.fits <= bound < error.samples else 0
 
-    @property
-    def takes_more(self) -> bool:
-        """True if this rank's largest micro-batch in the step is larger than with an equal split among ranks."""
-        step = self.ledger.outermost
+    def takes_more(self, error: BaseException) -> bool:
+        """True if memory ran out in a step whose largest micro-batch on this rank exceeds an equal split among ranks.
+
+        Ranks share an evaluation's batches equally, also within such a step.
+        """
+        step = None if isinstance(error, EvaluationMemoryError) else self.ledger.outermost
         return step is not None and self.rank < len(step.sizes) and max(step.sizes[self.rank]) > step.equal_bsz
 
     def step_report(self) -> StepReport | None:

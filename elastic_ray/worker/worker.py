@@ -300,7 +300,8 @@ class Worker:
             return _end(GroupLost, cause=str(error))
         except BaseException as error:
             broken = True
-            whole, samples, more = not session.ledger.updating, session.samples_beyond_memory(error), session.takes_more
+            whole, samples = not session.ledger.updating, session.samples_beyond_memory(error)
+            more = session.takes_more(error)
             starts_over = samples > 0 and session.synced and self._unit is None
             if starts_over and not more:
                 session.progress.bound_memory(samples, session.run.least_samples())

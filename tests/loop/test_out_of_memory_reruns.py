@@ -102,6 +102,16 @@ def test_evaluations_bound_their_own_batches(
     assert session.samples_beyond_memory(error.value) == samples
 
 
+@pytest.mark.parametrize(("room", "loss", "more"), [(40, lambda: None, False), (SAMPLES, lack, True)])
+def test_evaluations_say_nothing_of_unequal_shares(room: int, loss: Callable[[], None], more: bool) -> None:
+    session = session_of()
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        train(in_pass(SAMPLES), room, loss=loss)
+    assert session.ledger.outermost is not None
+    session.ledger.outermost.sizes = [[BATCH], [0]]
+    assert session.takes_more(error.value) is more
+
+
 def test_what_others_committed_beyond_the_bound_did_not_fit() -> None:
     progress = RunProgress()
     progress.count_fit(8)
