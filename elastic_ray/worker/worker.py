@@ -300,8 +300,7 @@ class Worker:
             return _end(GroupLost, cause=str(error))
         except BaseException as error:
             broken = True
-            whole, samples = not session.ledger.updating, session.samples_beyond_memory(error)
-            more = session.takes_more(error)
+            samples, more = session.samples_beyond_memory(error), session.takes_more(error)
             starts_over = samples > 0 and session.synced and self._unit is None
             if starts_over and not more:
                 session.progress.bound_memory(samples, session.run.least_samples())
@@ -315,7 +314,7 @@ class Worker:
                 return _end(RunFailed, error=raised, **where)
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
             let_go(error)
-            link.out_of_memory(samples, _first_line(error), whole=whole, more_than_equal=more)
+            link.out_of_memory(samples, _first_line(error), whole=not session.ledger.updating, more_than_equal=more)
             if kept is not None:
                 return kept
             progress = _start_of(assignment) or RunProgress()  # half of an optimizer step is no state: others have one

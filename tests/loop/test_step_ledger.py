@@ -177,7 +177,7 @@ def test_a_surrounding_step_made_by_another_rank_is_kept(ledger: StepLedger, sta
 
 
 @pytest.mark.parametrize("deeper", [0, 1])
-def test_a_left_step_fails_only_the_steps_around_it(ledger: StepLedger, state: State, deeper: int) -> None:
+def test_a_left_step_fails_only_steps_around_it(ledger: StepLedger, state: State, deeper: int) -> None:
     steps = [begun(ledger, state) for _ in range(2 + deeper)]
     ledger.reduced = True
     lost = ledger.undo(ledger.end())
