@@ -314,11 +314,7 @@ class Worker:
                 return _end(RunFailed, error=raised, **where)
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
             let_go(error)
-<<<<<<< HEAD
-            link.out_of_memory(samples, _first_line(error), whole=whole, more_than_equal=more)
-=======
-            link.out_of_memory(atomic_bsz, first_line(error), whole=whole, more_than_equal=more)
->>>>>>> h3
+            link.out_of_memory(samples, first_line(error), whole=whole, more_than_equal=more)
             if kept is not None:
                 return kept
             progress = _start_of(assignment) or RunProgress()  # half of an optimizer step is no state: others have one
