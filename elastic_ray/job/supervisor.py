@@ -245,12 +245,14 @@ class JobSupervisor:
         if self._save_at is None or (now_s < self._save_at[0] and not self._paused):
             return
         _, then = self._save_at
-        machine = self.group.machine
-        if then.nodes and (machine.in_flight is not None or machine.in_phase(WorkerPhase.READY)):
-            return
+        machine, places = self.group.machine, self._places()
+        moved = bool(then.nodes) and not places <= then.draining.keys()
+        if then.nodes and not moved:
+            last_s = min((then.draining[place] for place in places), default=now_s)  # who is ready joins until then
+            if machine.in_flight is not None or (now_s < last_s and machine.in_phase(WorkerPhase.READY)):
+                return
         self._save_at = None
         ends = self._preemption.active or self._starter.looking or self._stopping_since is not None
-        moved = then.nodes and not self._places() <= then.draining.keys()
         if not ends and not moved and self._can_make_room():
             self._preemption.start(then, now_s)
 

@@ -66,9 +66,9 @@ def enters(generation: int, *workers: str) -> list[Switched]:
     return [Switched(worker=each, generation=generation, pause=Pause()) for each in workers]
 
 
-@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize(("ready", "joins"), [(False, False), (True, True), (True, False)])
 def test_job_is_saved_before_its_replacements_are_ready(
-    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch, ready: bool
+    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch, ready: bool, joins: bool
 ) -> None:
     job = JobSupervisor(spec(storage_path=str(tmp_path / "run")), None, Background(), journal)
     monkeypatch.setattr(job.group, "_perform", lambda instruction: None)
@@ -88,10 +88,12 @@ def test_job_is_saved_before_its_replacements_are_ready(
     job.allocate({"o": 1}, "o has come", {"n": 114.0})
     assert not saves(99.0)
     if ready:
+        job.group.machine._retry_s = 0.0 if joins else math.inf
         job.group.take(Reserved(worker="w2"))
         job.group.take(Ready(worker="w2"))
-    assert saves(160.0) == (not ready)
-    if ready:
+    assert saves(102.0) == (not ready)
+    assert saves(160.0) == (not joins), "also if the size of its group is not allowed"
+    if joins:
         job.allocate({"o": 1}, "o has come", {"n": 0.0})
         for heard in enters(2, "w1", "w2"):
             job.group.take(heard)
