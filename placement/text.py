@@ -52,6 +52,12 @@ def short_name(name: str) -> str:
     return f"{name[:head]}..{name[len(name) - (_NAME_LENGTH - 2 - head) :]}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class if it has none."""
+    # A text of the user's own class would have to be imported to be read: str's own methods give none.
+    return str.strip(str(error)).split("\n", 1)[0] or type(error).__name__
+
+
 def one_line(error: BaseException) -> str:
     """Return Ray's explanation of an error on one line: its first line says what happened, its last line why."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

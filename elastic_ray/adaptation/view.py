@@ -120,9 +120,7 @@ class PolicyView:
 
         None before it is measured, and while the estimated squared norm of the gradient is not above 0.
         """
-        if self.noise is None or self.noise.sqr <= 0:
-            return None
-        return max(0.0, self.noise.var) * self.initial_batch_size / self.noise.sqr
+        return None if self.noise is None else self.noise.batch_size(self.initial_batch_size)
 
     @property
     def gradient_variance(self) -> float | None:

@@ -133,9 +133,9 @@ class BatchPlanner:
     def noise_scale(self) -> float | None:
         """Simple noise scale [samples] (McCandlish et al. 2018, eq. 2.9); None while unknown."""
         noise = self.latest.noise if self.latest is not None else None
-        if noise is None or noise.sqr <= 0 or self.loader is None:
+        if noise is None or self.loader is None:
             return None
-        return max(0.0, noise.var) * self.loader.limits.init_batch_size / noise.sqr
+        return noise.batch_size(self.loader.limits.init_batch_size)
 
     def speed(self, workers: int | None = None) -> tuple[float, float | None]:
         """Return the throughput [samples/s] and MFU of the latest measured steps; 0 and None while there are none.

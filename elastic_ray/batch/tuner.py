@@ -356,8 +356,7 @@ class BatchTuner:
             return False
         if len({m for (_, r, m, _) in self._records if r == replicas}) > 1 or self._prior is not None:
             return False
-        noise = self._noise
-        return noise.sqr > 0 and noise.var * self.limits.init_batch_size / noise.sqr > now / 2
+        return (self._noise.batch_size(self.limits.init_batch_size) or 0.0) > now / 2
 
     def _keep(self, replicas: int, current: BatchChoice | None, now: int) -> BatchChoice:
         """Return the allowed division whose batch is nearest to the current global batch."""

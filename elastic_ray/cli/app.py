@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class
 
-from placement.text import printable
+from placement.text import first_line, printable
 from placement.versions import RELEASE
 
 _HOMES = {
@@ -63,8 +63,7 @@ class Commands(click.Group):
         except Exception as error:
             ray = sys.modules.get("ray")
             if ray is not None and isinstance(error, ray.exceptions.RayError | ConnectionError):
-                first = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise click.ClickException(printable(f"the cluster did not answer: {first}")) from error
+                raise click.ClickException(printable(f"the cluster did not answer: {first_line(error)}")) from error
             raise
 
 

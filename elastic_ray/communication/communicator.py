@@ -35,6 +35,7 @@ from elastic_ray.communication.connections import (
 from elastic_ray.communication.nccl import CUDA_POLL_S, abort_nccl, connect_nccl, has_run, identity_of, start_nccl
 from elastic_ray.communication.staged_transfers import receive_staged, send_staged
 from elastic_ray.monitoring.measures import OPERATIONS
+from placement.text import first_line
 
 # gloo runs as many operations at once: on a link with latency, further buckets would wait for that of the first ones.
 _BUCKETS_AT_ONCE = 8
@@ -431,7 +432,7 @@ class Communicator:
             self.broken = True
             if not isinstance(failure, RuntimeError):
                 raise failure  # a fault of the code, which no new group mends
-            raise CommunicationFailedError(str(failure).split("\n", 1)[0])
+            raise CommunicationFailedError(first_line(failure))
 
     def waited_briefly(self, work: Any) -> bool:
         """True if the operation ended within a short wait by gloo, which is cheap but cannot be cancelled.
@@ -486,7 +487,7 @@ class Communicator:
     def _refuse(self, error: RuntimeError) -> NoReturn:
         """Raise the error for an operation that could not be started."""
         self.broken = True
-        raise self._failure(str(error).split("\n", 1)[0]) from error
+        raise self._failure(first_line(error)) from error
 
     def _failure(self, cause: str) -> CommunicationFailedError:
         """Return the error for an operation that could not be started."""

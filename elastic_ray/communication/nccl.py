@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from placement.text import first_line
+
 logger = logging.getLogger(__name__)
 
 CUDA_POLL_S = 2e-4
@@ -101,7 +103,7 @@ class _Connecting(threading.Thread):
         try:
             self._connect()
         except Exception as error:  # whatever it is, nobody else aborts the backend
-            self._failure = str(error).split("\n", 1)[0]
+            self._failure = first_line(error)
         with self._deciding:
             self._over = True
             unwanted = self._stopped or bool(self._failure)

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from placement.text import first_line
 
 if TYPE_CHECKING:
     from elastic_ray.unit import UnitPlace
@@ -111,7 +112,7 @@ class UnitGroup:
         try:
             self._gloo.allreduce([rows]).wait(self._timeout)
         except RuntimeError as error:
-            raise UnitLostError(f"a worker of the unit was lost: {str(error).splitlines()[0]}") from error
+            raise UnitLostError(f"a worker of the unit was lost: {first_line(error)}") from error
         found: list[list[float]] = rows.tolist()
         return found
 
@@ -154,7 +155,7 @@ class UnitGroup:
         try:
             self._gloo.broadcast([data], dist.BroadcastOptions()).wait(self._timeout)
         except RuntimeError as error:
-            raise UnitLostError(f"a worker of the unit was lost: {str(error).splitlines()[0]}") from error
+            raise UnitLostError(f"a worker of the unit was lost: {first_line(error)}") from error
         return data.numpy().tobytes()
 
 

@@ -103,6 +103,10 @@ class AgreedChanges:
         batch, self.batch = self.batch, None
         return batch
 
+    def forget_reports(self, before: int) -> None:
+        """Forget calls of ``report`` beyond the first ``before``, whose step is drawn again and makes them again."""
+        self.reports, self._heard = min(self.reports, before), min(self._heard, before)
+
     def is_unrecorded(self) -> bool:
         """Count a report by a rank other than 0; return True on the third one if rank 0 has never reported."""
         self._others += 1

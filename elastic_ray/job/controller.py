@@ -173,12 +173,6 @@ class JobController:
             self._live(spec)
             return True
 
-    async def leave(self) -> None:
-        """End this warm (pre-started) controller if no job has been assigned to it."""
-        async with self._takes:
-            if not self._own_name:
-                self._end()
-
     def _live(self, spec: JobSpec) -> None:
         """Start a job, or continue it from the journal of the previous controller."""
         self._stored_train_loop = spec.stored_train_loop

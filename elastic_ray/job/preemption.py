@@ -24,16 +24,17 @@ def leave_times(left_s: Mapping[str, float], now_s: float, *, change_s: float, s
 
 
 def save_time(then: Allocated, places: Collection[str], *, write_s: float | None) -> float:
-    """Return the time at which a job that is to have no nodes must be saved; -inf if waiting for a node gains nothing.
+    """Return the time at which a job that leaves all its nodes must be saved; -inf if waiting for others gains nothing.
 
-    A job may train on if all its workers are on nodes that go, as nobody else can use those, and a node may come in
-    their place.
+    A job may train on if all its workers are on nodes that go, as nobody else can use those, and other nodes are there
+    or may come in their place. By then its workers there may not be ready.
 
     Args:
         places: Places of the job's workers.
         write_s: Longest time that one of the job's automatic checkpoints took [s]; None before the first.
     """
-    if not then.nodes_may_come or write_s is None or not places or not set(places) <= then.draining.keys():
+    others = then.nodes or then.nodes_may_come
+    if not others or write_s is None or not places or not set(places) <= then.draining.keys():
         return -math.inf
     return min(then.draining[place] for place in places) - 2 * write_s
 

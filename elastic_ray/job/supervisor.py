@@ -103,7 +103,7 @@ class JobSupervisor:
         self._weight = spec.scheduling.weight
         self._saved = False
         self._write_s: float | None = None  # longest time that an automatic checkpoint took
-        self._save_at: tuple[float, Allocated] | None = None  # when to make room, unless a node comes in time
+        self._save_at: tuple[float, Allocated] | None = None  # when to save it, unless it is elsewhere by then
         self._stopping_since: float | None = None
         self.stop_reason, self._paused = "", ""
         self._revivals, self._claimed = tuple[float, ...](), set[int]()
@@ -221,7 +221,7 @@ class JobSupervisor:
         now_s, step_s = time.monotonic(), self._planner.latest.step_time if self._planner.latest is not None else 0.0
         leave_s = leave_times(draining or {}, now_s, change_s=self.group.machine.change_s, step_s=step_s)
         target = Allocated(nodes=nodes, reason=reason, draining=leave_s, nodes_may_come=nodes_may_come)
-        self._save_at = None
+        waited, self._save_at = self._save_at is not None, None
         if self._starter.looking:
             self._starter.later = target
         elif self._preemption.active:
@@ -232,14 +232,28 @@ class JobSupervisor:
         else:
             self.group.take(target)
             self._record_paused()
+            save_s = save_time(target, self._places(), write_s=self._write_s)
+            if nodes and (save_s > now_s or waited):
+                self._save_at = save_s, target
+
+    def _places(self) -> set[str]:
+        """Return the places of the group's members."""
+        return {member.node for member in self.group.machine.members()}
 
     def _save_in_time(self, now_s: float) -> None:
-        """Save a job that is to have no nodes, once that is due."""
+        """Save a job that leaves all its nodes, once that is due, unless workers elsewhere are ready for its state."""
         if self._save_at is None or (now_s < self._save_at[0] and not self._paused):
             return
-        (_, then), self._save_at = self._save_at, None
+        _, then = self._save_at
+        machine, places = self.group.machine, self._places()
+        moved = bool(then.nodes) and not places <= then.draining.keys()
+        if then.nodes and not moved:
+            last_s = min((then.draining[place] for place in places), default=now_s)  # who is ready joins until then
+            if machine.in_flight is not None or (now_s < last_s and machine.in_phase(WorkerPhase.READY)):
+                return
+        self._save_at = None
         ends = self._preemption.active or self._starter.looking or self._stopping_since is not None
-        if not ends and self._can_make_room():
+        if not ends and not moved and self._can_make_room():
             self._preemption.start(then, now_s)
 
     def _can_make_room(self) -> bool:

@@ -158,6 +158,8 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     event of kind ``storage`` reports it. The metrics are still recorded, training continues, and the next checkpoint is
     attempted as usual.
 
+    A step that is lost, because a worker was, is drawn again; what it reports then replaces what it had reported.
+
     Raises:
         TypeError: ``metrics`` is not a mapping, or rank 0's metrics have an unsupported type; the message names it.
         ValueError: the metrics are too large, nested deeper than 20 levels, or contain themselves.

@@ -90,6 +90,4 @@ class StepMeasures:
         as more steps; far above it, hardly at all. Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch
         Training", eq. 2.9 and appendix A.
         """
-        if self.noise is None or self.noise.sqr <= 0:
-            return None
-        return max(0.0, self.noise.var) * self.initial_batch_size / self.noise.sqr
+        return None if self.noise is None else self.noise.batch_size(self.initial_batch_size)

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ray.events import WorkerInfo
 from placement.cluster.cluster import parts
-from placement.text import printable_lines
+from placement.text import first_line, printable_lines
 
 MOST_BYTES = 64 * 1024  # of each of the two files that a process prints into
 _STACK_S = 10.0
@@ -40,8 +40,7 @@ def inspect_process(worker: WorkerInfo, what: str) -> str:
         ray.cancel(call, force=True)
         raise LookRefusedError(f"node {node[:8]} has not answered within {_LOOK_S:g} s; ask again") from None
     except RayError as error:
-        cause = getattr(error, "cause", None) or error
-        first = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        first = first_line(getattr(error, "cause", None) or error)
         raise LookRefusedError(f"node {node[:8]} did not answer: {first}") from None
     if refused:
         raise LookRefusedError(f"process {worker.pid} on node {node[:8]}: {refused}")

@@ -111,6 +111,7 @@ class LoaderPasses:
         """Start a step, before its first micro-batch is yielded, and call the policies' ``before_step``."""
         run = self._run
         within = run.ledger.round is not None
+        step.reports_before = max(run.states.progress.reports, run.agreed.reports)
         if run.registry.drifting and self._starts_round(step.leads):
             self._start_round(step)
         run.ledger.start(step)
@@ -134,6 +135,8 @@ class LoaderPasses:
         counts = step.to_come(steps + 1) if step.to_come is not None else ()
         ends, counts = 0 < len(counts) <= steps, counts[:steps]
         run.ledger.start_round(step.loader_pass, counts, len(counts) or steps, ends_pass=ends, copies=run.elastic)
+        assert run.ledger.round is not None, "it has started"
+        run.ledger.round.reports_before = step.reports_before
         shared = run.shares.stands and run.registry.gives_back and run.registry.may_train  # now, on all ranks
         if shared and run.ledger.trains_in_rounds and len(counts) > 1:
             run.shares.start_round(run.states.progress.loader_steps, len(counts))
@@ -359,7 +362,10 @@ class LoaderPasses:
         except BaseException:
             run.states.roll_back()
             raise
-        return lost.loader_pass.position > lost.position
+        committed = lost.loader_pass.position > lost.position
+        if not committed:
+            run.agreed.forget_reports(lost.reports_before)
+        return committed
 
     def _conclude(self, step: LoaderStep, *, trained: bool, ended: StepRound | None = None) -> bool:
         """Average models after a committed step, and record its time; False if another group had to be entered.
@@ -539,9 +545,22 @@ class LoaderPasses:
             self._add_own()
             return
         run.sums.undo_beyond(ledger.depth)
+        progress = run.states.progress
         lost, members = ledger.undo(step, waits=self._waits), run.group.members
+        steps, reports = progress.loader_steps, progress.reports
+        progress.reports = min(reports, step.reports_before)
         self._changes.regroup(cause)
+        if (progress := run.states.progress).loader_steps > steps:  # others have committed the step
+            progress.reports = max(progress.reports, reports)
+        else:
+            self._forget_reports(step)
         ledger.resume(lost, cause, all_stay=self._all_stay(members))
+
+    def _forget_reports(self, step: LoaderStep) -> None:
+        """Give the reports that user code makes when it draws a lost step again the numbers of those that it made."""
+        progress = self._run.states.progress
+        progress.reports = min(progress.reports, step.reports_before)
+        self._run.agreed.forget_reports(step.reports_before)
 
     def _draw_in_parts(self, step: LoaderStep, *, abandoned: bool) -> None:
         """Undo a step where a worker ran out of memory, and draw its batch again in smaller micro-batches."""
@@ -552,7 +571,9 @@ class LoaderPasses:
         run.ledger.clear_failure()
         free_caches()
         run.bound_memory(step)
-        if abandoned:
+        if not abandoned:
+            self._forget_reports(step)
+        else:
             self._end_alone(step.loader_pass)
             run.notify("warning", _LOST.format(what="ran out of memory", count=step.count))
 

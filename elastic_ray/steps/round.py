@@ -23,6 +23,7 @@ class StepRound:
         left: Number of steps that this rank has left.
         steps: Number of steps that this rank has completed.
         trained: True if any step has trained.
+        reports_before: Number of reports that the run had made when the round started.
         last: This rank's latest step; None before the first.
         made_at: Number of accumulators that this rank has made in the round, keyed by place in the code.
     """
@@ -35,6 +36,7 @@ class StepRound:
     ends_pass: bool = False
     steps: int = 0
     trained: bool = False
+    reports_before: int = 0
     last: LoaderStep | None = None
     made_at: dict[str, int] = dataclasses.field(default_factory=dict)
     _sum: int | None = 0  # of the hashes of this rank's samples

@@ -41,6 +41,7 @@ class LoaderStep:
         given: The step belongs to this rank, and another rank executes it.
         loader_steps: Number of steps committed before this one, if it is not nested in another.
         updates_before: Number of updates that user code had requested in the surrounding step when this one started.
+        reports_before: Number of reports that the run had made when the step started.
         sums_before: Accumulators' sums before the first step nested in this one; None without nested steps.
         made_at: Number of accumulators that the step has made, keyed by place in the code.
         halved: Whether the step has more micro-batches than its shape, to measure the gradient's noise.
@@ -65,6 +66,7 @@ class LoaderStep:
     given: bool = False
     loader_steps: int = 0
     updates_before: int = 0
+    reports_before: int = 0
     sums_before: dict[tuple[int, int], dict[str, float]] | None = None
     made_at: dict[str, int] = dataclasses.field(default_factory=dict)
     own_counts: list[float] = dataclasses.field(default_factory=list)

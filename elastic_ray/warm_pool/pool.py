@@ -10,7 +10,6 @@ without an owner.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import os
@@ -20,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
 from elastic_ray.background import Background
 from elastic_ray.warm_pool.sizing import (
@@ -51,8 +50,6 @@ _START_S = 120.0  # a process has so long to import everything
 _ORDER_S = 20.0  # a controller has so long to start what it was told to
 _COLD_S = 30.0  # nothing is started on a node for so long after a process failed there
 _FIRST_S = 30.0  # within this time after its start the first controller asks
-_CLOSE_S = 30.0
-_CLOSING_S = 5.0
 
 
 def find_pool() -> Any | None:
@@ -63,19 +60,6 @@ def find_pool() -> Any | None:
 def get_or_create_pool() -> Any:
     """Return the cluster's pool, creating it on the head node if necessary. Blocks briefly."""
     return create_on_head(WarmPool, NAME, get_if_exists=True, max_restarts=-1)
-
-
-def close_pool(timeout_s: float = _CLOSE_S) -> None:
-    """End the cluster's pool and all unclaimed processes; running jobs keep theirs, and may create a new pool."""
-    deadline_s = time.monotonic() + timeout_s
-    for _, controller in actors_named(CONTROLLERS):
-        controller.leave.remote()
-    while (pool := find_pool()) is not None:
-        with contextlib.suppress(RayActorError):
-            ray.get(pool.close.remote(), timeout=max(0.1, deadline_s - time.monotonic()))
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the pool of warm processes did not end within {timeout_s:g} s")
-        time.sleep(0.05)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -98,7 +82,6 @@ class WarmPool:
         self._busy: dict[tuple[str, str], float] = {}
         self._nodes: tuple[PoolNode, ...] = ()
         self._background = Background()
-        self._closing = False
         self._since_s = time.monotonic()
         self._handle = ray.get_runtime_context().current_actor
         self._found = asyncio.get_event_loop().create_task(self._find_again())
@@ -163,17 +146,6 @@ class WarmPool:
         entry.actor = actor
         self._background.start(self._await_ready(entry))
 
-    async def close(self) -> None:
-        """End all unclaimed processes and the pool itself."""
-        await self._found
-        self._closing = True
-        until_s = time.monotonic() + _CLOSING_S
-        while any(each.actor is None for each in self._entries.values()) and time.monotonic() < until_s:
-            await asyncio.sleep(0.02)  # controllers are starting these now
-        for name in list(self._entries):
-            self._end(name, "the pool is closed")
-        ray.kill(self._handle)
-
     async def processes(self) -> tuple[PooledProcess, ...]:
         """Return the processes currently in the pool."""
         await self._found
@@ -190,8 +162,6 @@ class WarmPool:
             processes = [dataclasses.replace(each, ready=True) for each in processes]
         starts: list[tuple[str, str]] = []
         requests = tuple(self._requests.values())
-        if self._closing:
-            return starts
         decided = plan(self._config, nodes=self._nodes, processes=processes, requests=requests, busy=busy, now_s=now_s)
         for each in decided:
             match each:

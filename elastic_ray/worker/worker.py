@@ -63,7 +63,7 @@ from elastic_ray.worker.stored_train_loop import stored_train_loop
 from elastic_ray.worker.warm_up import resident_bytes
 from placement.cluster.cluster import DOMAIN_LABEL, GPU_TYPE_LABEL
 from placement.ray_cluster import groups
-from placement.text import log_plainly
+from placement.text import first_line, log_plainly
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class Worker:
             result = self._run(assignment)
         except BaseException as error:  # a bug of ours must end the run with its reason, not leave it hanging
             logger.exception("job %s: a run failed outside its train function", assignment.job)
-            result = _end(RunFailed, error=RuntimeError(f"{type(error).__name__}: {_first_line(error)}"))
+            result = _end(RunFailed, error=RuntimeError(f"{type(error).__name__}: {first_line(error)}"))
         with self._ended:
             self._result = (assignment.token, assignment.worker, result)
             self._ended.notify_all()
@@ -309,12 +309,12 @@ class Worker:
                 raised = seal_error(error, rank=session.group.rank_info.rank, node=self._host)
                 origin, steps = origin_of(error), session.progress.loader_steps
                 if is_out_of_memory(error) and not session.synced:
-                    return _end(RunOutOfMemory, error=raised, origin=origin, cause=_first_line(error))
+                    return _end(RunOutOfMemory, error=raised, origin=origin, cause=first_line(error))
                 where = {"origin": origin, "trained": session.has_trained, "steps": steps, "reused": self._runs > 1}
                 return _end(RunFailed, error=raised, **where)
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
             let_go(error)
-            link.out_of_memory(samples, _first_line(error), whole=not session.ledger.updating, more_than_equal=more)
+            link.out_of_memory(samples, first_line(error), whole=not session.ledger.updating, more_than_equal=more)
             if kept is not None:
                 return kept
             progress = _start_of(assignment) or RunProgress()  # half of an optimizer step is no state: others have one
@@ -466,8 +466,3 @@ def _write_end(session: Session, link: ActorControllerClient, problem: str) -> N
         link.storage.events.append([event.to_json()])
     except Exception as error:
         logger.warning("job %s: %s; this event was not written: %s", session.job, event.reason, error)
-
-
-def _first_line(error: BaseException) -> str:
-    # A text of the user's own class would have to be imported to be read: str's own methods give none.
-    return str.strip(str(error)).split("\n", 1)[0] or type(error).__name__

@@ -26,6 +26,7 @@ from elastic_ray.worker.setup import Assignment, ProcessInfo
 from placement.cluster.cluster import by_node, parts
 from placement.ray_cluster import groups
 from placement.ray_cluster.snapshot import group_name
+from placement.text import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class WorkerActors:
             if isinstance(error, RuntimeEnvSetupError):
                 self._on_refusal(worker, error, False)
             else:
-                self._tell(Lost(worker=worker, cause=_first_line(error)))
+                self._tell(Lost(worker=worker, cause=_cause(error)))
             return
         except Exception as error:  # Ray refuses what it is asked for, or a setting of the node is not understood
             logger.exception("job %s: worker %s has no process", self._spec.job, worker)
@@ -189,9 +190,9 @@ class WorkerActors:
                 if running is not None and ray.wait([running], timeout=0, fetch_local=False)[0]:
                     await running  # it could not even begin
         except RayTaskError as error:  # it has ended, and how cannot be told, now or later
-            return RunFailed(error=RuntimeError(f"worker {worker}: {_first_line(error.cause or error)}"))
+            return RunFailed(error=RuntimeError(f"worker {worker}: {_cause(error.cause or error)}"))
         except (RayError, asyncio.TimeoutError) as error:
-            return _first_line(error)
+            return _cause(error)
         found: RunResult = result
         return found
 
@@ -365,7 +366,7 @@ def _gpu_ids() -> list[int]:
     return [int(index) for index in ray.get_gpu_ids()]
 
 
-def _first_line(error: BaseException) -> str:
+def _cause(error: BaseException) -> str:
     if isinstance(error, RayActorError):
         return "its process died"
-    return str(error).strip().split("\n", 1)[0] or type(error).__name__
+    return first_line(error)

@@ -38,6 +38,7 @@ from elastic_ray.worker.setup import Assignment
 from elastic_ray.worker_group.actors import WorkerActors
 from elastic_ray.worker_group.failure_detector import ExpectedRanks, FailureDetector
 from placement.cluster.cluster import by_node, parts
+from placement.text import first_line
 
 if TYPE_CHECKING:
     from elastic_ray.job.supervisor import JobSupervisor
@@ -219,7 +220,7 @@ class WorkerGroup:
         if self.machine.current is None and (certain or self._refused >= _MOST_REFUSALS):
             self._observer.finish(JobPhase.FAILED, error=error)
         else:
-            self.take(Lost(worker=worker, cause=str(error).strip().split("\n", 1)[0] or type(error).__name__))
+            self.take(Lost(worker=worker, cause=first_line(error)))
 
     def _perform(self, instruction: Instruction) -> None:
         """Carry out one instruction of the membership machine."""

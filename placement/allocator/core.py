@@ -385,7 +385,8 @@ class AllocatorCore:
             if trigger in _UNFORCED and workers != sum(change.before.values()) and not explores:
                 job.swayed(steady_s)
             self._changed_s = steady_s
-            instructions.append(self._allocate(job, change.before))
+            # Its workers may be on other nodes than it was told last: they leave those when others are ready.
+            instructions.append(self._allocate(job, {*change.before, *job.view.allocation}))
         return instructions
 
     def _remind(self, name: str, instructions: list[Instruction]) -> list[Instruction]:

@@ -41,6 +41,13 @@ class NoiseScale:
         for name in ("sqr", "var"):
             object.__setattr__(self, name, real(name, getattr(self, name)))
 
+    def batch_size(self, init_batch_size: int) -> float | None:
+        """Return the simple noise scale B = tr(Sigma) / |G|^2 [samples] (McCandlish et al. 2018, eq. 2.9).
+
+        ``var`` is of batches of ``init_batch_size`` samples. None if the estimate of ``sqr`` is not above 0.
+        """
+        return None if self.sqr <= 0 else max(0.0, self.var) * init_batch_size / self.sqr
+
     def gain(self, scale: ArrayLike) -> FloatOrArray:
         """Return the progress of one step at batch `scale` x M0, measured in steps at M0.
 

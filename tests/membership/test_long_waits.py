@@ -17,9 +17,10 @@ from tests.membership.groups import on_ranks
 Act = Callable[[Announcer, int], None]
 
 
-def wait_long(announcer: Announcer, told: tuple[Announced, int]) -> None:
+def wait_long(announcer: Announcer, told: tuple[Announced, int], *, wait_s: float = 0.1) -> None:
     """Wait for a message, as seen from the announcer: it is asked to speak again and again."""
-    for _ in range(40):
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
         announcer.speak_in_transfer(*told, 0, -math.inf)
         time.sleep(2e-3)  # until the others speak, too
 
@@ -67,7 +68,7 @@ def test_a_large_message_on_its_way_is_waited_for() -> None:
 @pytest.mark.parametrize("received", [True, False])
 def test_two_ranks_that_wait_for_each_other_are_named(received: bool) -> None:
     def act(announcer: Announcer, rank: int) -> None:
-        wait_long(announcer, announcer.start_transfer(1 - rank, rank, received=received))
+        wait_long(announcer, announcer.start_transfer(1 - rank, rank, received=received), wait_s=20)
 
     for error in on_announcers(act):
         assert isinstance(error, RanksDisagreeError)

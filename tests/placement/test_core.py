@@ -471,6 +471,23 @@ def test_a_job_is_told_when_its_nodes_go() -> None:
     assert isinstance(late, Allocate) and late.draining == {"n0": 0.0}
 
 
+@pytest.mark.parametrize("others", [(), (4,)])
+def test_job_that_gets_new_nodes_hears_of_draining(others: tuple[float, ...]) -> None:
+    world = World(4, *others)
+    world.arrive(view("a"))
+    there = world.views["a"]
+    going = {"draining": True, "goes_s": world.now_s + 600.0}
+    first, *rest = cluster(4, *others).nodes
+    nodes = (dataclasses.replace(first, **going), *rest)
+    world.send(NodesChanged(cluster=Cluster(nodes=nodes), obtainable=(node("more", 4),)))
+    world.views["a"] = there  # it trains on
+    world.beat("a")
+    more = NodesChanged(cluster=Cluster(nodes=(*nodes, node("new", 4))), obtainable=(node("more", 4),))
+    (told,) = [each for each in world.send(more, 10.0) if isinstance(each, Allocate)]
+    assert "new" in told.nodes
+    assert told.draining == {"n0": pytest.approx(589.8)} and told.nodes_may_come
+
+
 def test_job_without_nodes_hears_of_draining_with_each_reason() -> None:
     world = World(4)
     world.arrive(view("a", min_workers=4))

@@ -10,7 +10,7 @@ from elastic_ray.batch.reports import StepReport
 from elastic_ray.loop.api import current_session
 from elastic_ray.parallel.flops import TrainingFlops
 from elastic_ray.run.current import WorkerDismissed
-from tests.loop.changing import Change, run_job
+from tests.loop.changing import Change, Kill, run_job
 
 
 def test_left_groups_steps_are_not_told_of_the_next() -> None:
@@ -76,3 +76,26 @@ def test_it_has_models_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> Non
     ((mfu, step_s),) = used
     operations = 8 * 2 * 2 * (10 * 10 + 2 * 20 * 20)  # forward, and of the gradients of weights as many
     assert mfu == pytest.approx(operations / 1e9 / step_s)
+
+
+@pytest.mark.parametrize(
+    ("worker", "moment"),
+    [(1, "backward"), (1, "edge"), *((3, each) for each in ("backward", "allreduce", "optimizer_step", "edge"))],
+)
+def test_reports_of_a_step_drawn_again_count_once(worker: int, moment: str) -> None:
+    def train() -> None:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        wrapped = er.AdaptiveDataParallel(model, optimizer)
+        loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.ones(60, 1)), batch_size=12)
+        for _ in er.remaining_epochs_until(2):
+            for (x,) in loader:
+                step = current_session().ledger.step
+                assert step is not None
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+                er.report({"position": step.loader_pass.position})
+
+    outcome = run_job(train, [Kill(2, worker, moment, joins=(4,))], first=(1, 2, 3))
+    assert [outcome.reports[each]["position"] for each in sorted(outcome.reports)] == [*range(0, 60, 12)] * 2

@@ -166,7 +166,7 @@ class RayDataBatches:
         """Return the step at ``position``; its ``total`` is an estimate until the epoch's length is known."""
         within = current_session().ledger.round
         self._advance(position if within is None else within.position)  # a round may be drawn again as a whole
-        batch_size = max(cut.batch_size, cut.world_size)
+        batch_size = max(cut.batch_size, cut.world_size, cut.owed_at(position))
         reach = batch_size + 2 * cut.world_size  # what the size of a step may depend on
         self._know(position + reach, ahead=position + _STEPS_AHEAD * reach)
         count = cut.count(position, min(self._end, position + reach) if self._total is None else self._total)

@@ -430,6 +430,7 @@ class StepWeights:
     def __init__(self, group: SummingGroup, consensus: RankConsensus, statistics: GradientStatistics) -> None:
         self._group, self._consensus, self._statistics = group, consensus, statistics
         self.factor = 1.0  # what shares of the step's earlier micro-batches are still to be multiplied with
+        self._of: LoaderStep | None = None  # step that the factor is of
 
     def start_pass(self, step: LoaderStep) -> None:
         """Start a backward pass in a step whose micro-batches are weighted by the loop.
@@ -457,11 +458,11 @@ class StepWeights:
             return self._group.share(step)
         if step.counts is None:
             own = list(step.own_counts)
-            counts = self._of_all(own) if reduces else [own]
-            total = sum(map(sum, counts))
-            self.factor = step.count / total if total > 0 else 0.0
+            step.counts = self._of_all(own) if reduces else [own]
+        if self._of is not step:  # another model's pass may have exchanged the counts
+            total = sum(map(sum, step.counts))
+            self._of, self.factor = step, step.count / total if total > 0 else 0.0
             self._statistics.scale_carried(self.factor)
-            step.counts = counts
         return self._group.share(step)
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from placement.errors import InputError
 from placement.policies import POLICIES
 from placement.ray_cluster.named_actors import ALLOCATOR, find_actor, names_of_actors
 from placement.simulator.results.outlook import Outlook, outlook, read_nodes
-from placement.text import count, printable
+from placement.text import count, first_line, printable
 
 MOST_JOBS, MOST_NODES = 200, 1000
 _SIZES = re.compile(r":(\d+)x(\d+)")
@@ -104,8 +104,7 @@ class LiveCluster:
             self._find_controllers()
             jobs = self._ask_controllers()
         except (RayError, ConnectionError, RuntimeError) as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            problem = f"the cluster does not answer: {printable(first)}"
+            problem = f"the cluster does not answer: {printable(first_line(error))}"
         alive = frozenset(self._jobs.get(actor, actor.removeprefix(_PREFIX)) for actor in self._controllers)
         self._page.take(
             ClusterLook(now_s=now_s, allocator=allocator, jobs=jobs, alive=alive, nodes=nodes, problem=problem)
