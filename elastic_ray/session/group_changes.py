@@ -231,6 +231,7 @@ class GroupChanges:
         """
         run, registry = self._run, self._run.registry
         run.moment("receiving")
+        reports = run.progress.reports
         exchanged = run.states.exchange(communicator, registry, registry.samples, run.ledger)
         if run.ledger.has_left:
             run.states.progress.advance_passes(exchanged.passes)
@@ -245,6 +246,8 @@ class GroupChanges:
         # Not before: nothing is to follow a proof that is not reported. But ranks that have left steps copy it next.
         run.states.progress.proof = proof.link
         run.ledger.clear_failure()
+        if run.ledger.has_left:  # others may have made the reports that follow in its code
+            run.progress.reports = reports
         self._set_shape(spec.batch or run.states.shape)
         self._controller.switched(spec.generation, pause, proof)
         return exchanged.passes

@@ -275,6 +275,8 @@ class LoaderPasses:
         if not ledger.has_left:
             run.sums.undo_beyond(ledger.depth)
             committed = ledger.end_left(step)
+            if not committed:
+                self._forget_reports(step)
             if abandoned and not committed and not step.loader_pass.done:  # the others draw it again, and wait for this
                 self._recover(step, "break has left the loop in a step that is drawn again", abandoned=True)
             return committed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +141,18 @@ def leaves() -> Result:
     return run.result(sums)
 
 
+def reports(*, adds: bool) -> None:
+    """A step that ends with a report, with a vote if ``adds``, and an evaluation within it."""
+    run = Program()
+    for _ in er.remaining_epochs_until(1):
+        for (x,) in er.AdaptiveDataLoader(rows(BATCH, 1), batch_size=BATCH):
+            run.update(x)
+            evaluated = er.Accumulator() if adds else {"samples": 0}
+            for (other,) in run.inner:
+                evaluated["samples"] += len(other)
+            er.report({"samples": evaluated["samples"]} if adds else {})
+
+
 def proofs(outcome: Outcome) -> set[Any]:
     """Which samples each pass has used; a rank that is alone at the end of all proves it anew."""
     facts = [detail["proof"] for _, _, detail in outcome.passes]
@@ -178,6 +191,15 @@ PROGRAMS = [plain, evaluates_within, trains_within, evaluates_around, trains_aro
 @pytest.mark.parametrize("train", [evaluates_around, trains_within])
 def test_result_that_one_lacks_when_another_dies(train: Callable[[], Result]) -> None:
     check(train)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_reports_of_a_left_step_count_once(adds: bool) -> None:
+    train = functools.partial(reports, adds=adds)
+    counted = Tear(wait=1 << 20)
+    calm = run_torn(train, counted)
+    for wait in range(counted.waits[2] - 1):
+        assert run_torn(train, Tear(wait=wait)).reports == calm.reports, f"wait {wait}"
 
 
 @pytest.mark.thorough
