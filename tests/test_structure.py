@@ -62,6 +62,7 @@ PRIVATE_NAMES = {
         _gradient_backends _kind _meet _module _nccl _numbers _session _speak _vote""",
     "background work and peers of a saver, notifier or exchange, which a test waits for": """_background _busy
         _looking _making _parts _pulled _pulls""",
+    "a job's supervisor, at times that a test sets": "_preemption _retry_s _save_in_time",
     "what a sweep adds to Tune's loop, here to one whose cluster is gone": "_claim_sweeps _watch_of",
     "a coordinator without Ray's data, driven from within": """_close _datasets _lock _loop _packed _readers
         _streams _wake _waiting""",

@@ -104,7 +104,7 @@ class AgreedChanges:
         return batch
 
     def forget_reports(self, before: int) -> None:
-        """Forget calls of ``report`` beyond the first ``before``, whose step is drawn again and makes them again."""
+        """Count only the first ``before`` calls of ``report``: the later ones are made again, with their step."""
         self.reports, self._heard = min(self.reports, before), min(self._heard, before)
 
     def is_unrecorded(self) -> bool:

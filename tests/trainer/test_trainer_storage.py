@@ -246,4 +246,10 @@ def test_the_note_is_json(storage: RunStorage, source: Path) -> None:
         name: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
         for name, content in (("model.pt", b"weights"), ("deep/opt.pt", b"moments"))
     }
-    assert note == {"format": 1, "index": 3, "progress": POINT.to_json(), "metrics": {}, "files": files}
+    assert note == {
+        "format": 1,
+        "index": 3,
+        "progress": json.loads(json.dumps(POINT.to_json())),
+        "metrics": {},
+        "files": files,
+    }
