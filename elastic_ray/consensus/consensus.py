@@ -103,6 +103,11 @@ class AgreedChanges:
         batch, self.batch = self.batch, None
         return batch
 
+    @property
+    def reports_of_first(self) -> int:
+        """Number of ``report`` calls that rank 0 had made by the last collective with control values."""
+        return self._heard
+
     def forget_reports(self, before: int) -> None:
         """Count only the first ``before`` calls of ``report``: the later ones are made again, with their step."""
         self.reports, self._heard = min(self.reports, before), min(self._heard, before)

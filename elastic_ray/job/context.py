@@ -39,7 +39,7 @@ class ReportIntake:
     async def receive(self, message: WorkerReport, workers: int) -> None:
         """Handle a report from a job with ``workers`` workers; return when the reporter may continue."""
         if message.again:
-            # Of an earlier controller; any checkpoint of it has been found in storage.
+            # Of an earlier controller, or of a rank 0 that was lost; any checkpoint of it has been found in storage.
             if (report := self._record.report_again(message, workers)) is not None:
                 self._enqueue(report)
             return

@@ -158,7 +158,8 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     event of kind ``storage`` reports it. The metrics are still recorded, training continues, and the next checkpoint is
     attempted as usual.
 
-    A step that is lost, because a worker was, is drawn again; what it reports then replaces what it had reported.
+    A step that is lost, because a worker was, is drawn again; what it reports then replaces what it had reported. If
+    rank 0 is lost before it makes a report, the metrics are recorded that the next rank 0 has passed in the same call.
 
     Raises:
         TypeError: ``metrics`` is not a mapping, or rank 0's metrics have an unsupported type; the message names it.
@@ -175,10 +176,13 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     number = session.count_report(saves=checkpoint is not None)
     if session.group.rank_info.rank == 0 and session.run.speaks:
         plain = plain_metrics(metrics)
+        session.make_missed_reports(number)
         session.adaptation.runner.watched.reported(plain, number)
         session.registry.monitoring.record_report(plain, number)
         session.controller.report(plain, checkpoint, session.resume_point(), number)
-    elif checkpoint is not None:
+        return
+    session.keep_report(metrics, number)
+    if checkpoint is not None:
         session.controller.add_files(checkpoint, number)
 
 

@@ -35,6 +35,9 @@ class ControllerClient(Protocol):
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         """Make rank 0's report ``index``: metrics and, unless None, a checkpoint; block until its files are copied."""
 
+    def report_missed(self, metrics: Mapping[str, Any], resume_point: ResumePoint, index: int) -> None:
+        """Make report ``index`` if the rank 0 of that time was lost before it made it."""
+
     def add_files(self, checkpoint: Any, index: int) -> None:
         """Add another rank's files to the checkpoint in rank 0's report ``index``; block until they are copied."""
 

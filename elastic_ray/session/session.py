@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.adaptation.policy import Policy
@@ -26,6 +26,7 @@ from elastic_ray.session.adaptation import Adaptation
 from elastic_ray.session.group_changes import CollectiveResults, GroupChanges, UserCollectives
 from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.state.layout import check_ends, digest
+from elastic_ray.state.plain_metrics import plain_metrics
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint, SavedState, StartingPoint
 from elastic_ray.steps.out_of_memory import EvaluationMemoryError, is_out_of_memory
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 # Nearly always all ranks return at once; one that is alone with it for longer goes ahead.
 _FINISHED_WAIT_S = 0.5
 _SAVED_TOGETHER_WAIT_S = 60.0  # one rank may evaluate after the last epoch
+_KEPT_REPORTS = 16
 _IGNORED = StragglerConfig()
 
 
@@ -83,6 +85,7 @@ class Session:
         self.start = start or StartingPoint()
         self.in_epochs = self.opening_failed = self.replaced = self._told_of_early_report = False
         self._steps_at_join = 0
+        self._kept_reports: dict[int, Mapping[str, Any]] = {}  # by number: what rank 0 may be lost before it reports
         self._saved, self._join_timeout_s = saved, join_timeout_s
         self.run = run = Run(
             worker,
@@ -299,6 +302,20 @@ class Session:
         self.run.agreed.reports = reports
         return reports
 
+    def keep_report(self, metrics: Mapping[str, Any], number: int) -> None:
+        """Keep what a rank other than 0 has reported under ``number`` until rank 0 is known to have reported it."""
+        made = self.run.agreed.reports_of_first
+        kept = [(each, told) for each, told in self._kept_reports.items() if made < each < number]
+        self._kept_reports = dict([*kept[1 - _KEPT_REPORTS :], (number, dict(metrics))])
+
+    def make_missed_reports(self, before: int | None = None) -> None:
+        """Make the reports that this rank kept before it became rank 0, up to number ``before``."""
+        kept, self._kept_reports = self._kept_reports, {}
+        for number, metrics in kept.items():
+            if before is None or number < before:  # else of a step that was drawn again
+                with contextlib.suppress(TypeError, ValueError):  # only rank 0's metrics need be plain
+                    self.controller.report_missed(plain_metrics(metrics), self.resume_point(), number)
+
     def may_save(self) -> bool:
         """True if all ranks hold the same model; otherwise, request that models be made equal after the next step."""
         settled = self.registry.settled
@@ -397,6 +414,8 @@ class Session:
                 "train_loop_per_worker must iterate an elastic_ray.AdaptiveDataLoader inside "
                 "`for epoch in elastic_ray.remaining_epochs_until(n):`, but it returned without doing so"
             )
+        if self.rank == 0 and self.run.speaks:
+            self.make_missed_reports()
         self.run.leave_group()
         self.registry.call(HookPoint.BEFORE_END)
         self.adaptation.end_train()

@@ -185,6 +185,9 @@ class StandaloneController:
         shown = ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in metrics.items())
         logger.info("epoch %s: %s", resume_point.epoch, shown)
 
+    def report_missed(self, metrics: Mapping[str, Any], resume_point: ResumePoint, index: int) -> None:
+        """Do nothing, because only numbers that were logged are missing."""
+
     def add_files(self, checkpoint: Any, index: int) -> None:
         """Do nothing, because the checkpoint stays where user code wrote it."""
 

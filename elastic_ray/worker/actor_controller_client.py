@@ -263,6 +263,18 @@ class ActorControllerClient:
         if path is not None:
             self.flush()  # a restart must find the checkpoint, even if this process dies in its next step
 
+    def report_missed(self, metrics: Mapping[str, Any], resume_point: ResumePoint, index: int) -> None:
+        self.insist_on(
+            WorkerReport(
+                worker=self._worker,
+                index=index,
+                metrics=metrics,
+                checkpoint=None,
+                resume_point=resume_point,
+                again=True,
+            )
+        )
+
     def add_files(self, checkpoint: Any, index: int) -> None:
         problem = self._checkpoints.add(checkpoint, index, self.is_stopping)
         if problem:

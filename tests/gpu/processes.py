@@ -127,6 +127,8 @@ class _Child(ControllerClient):
 
     def report(self, metrics: Any, checkpoint: Any, resume_point: Any, index: int) -> None: ...
 
+    def report_missed(self, metrics: Any, resume_point: Any, index: int) -> None: ...
+
     def add_files(self, checkpoint: Any, index: int) -> None:
         raise NotImplementedError
 

@@ -132,6 +132,9 @@ class _Link:
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         self._job.outcome.reports[index] = dict(metrics)
 
+    def report_missed(self, metrics: Mapping[str, Any], resume_point: ResumePoint, index: int) -> None:
+        self._job.outcome.reports.setdefault(index, dict(metrics))
+
     def notify(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         notice = (kind, text, dict(detail))
         told = self._job.outcome.passes if kind == "pass" else self._job.outcome.told

@@ -80,7 +80,7 @@ def test_it_has_models_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     ("worker", "moment"),
-    [(1, "backward"), (1, "edge"), *((3, each) for each in ("backward", "allreduce", "optimizer_step", "edge"))],
+    [(worker, moment) for worker in (1, 3) for moment in ("backward", "allreduce", "optimizer_step", "edge")],
 )
 def test_reports_of_a_step_drawn_again_count_once(worker: int, moment: str) -> None:
     def train() -> None:
