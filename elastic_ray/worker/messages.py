@@ -71,7 +71,7 @@ class WorkerReport(Signal):
     ``index`` counts the run's reports; it is needed because Ray may deliver calls to an async actor out of order.
     ``checkpoint_ref`` refers to a copy of the checkpoint in the cluster's memory; None if there is no copy.
     ``problem`` says why the checkpoint was not stored. ``again`` marks a report that an earlier controller received
-    but may not have written.
+    but may not have written, or that a lost rank 0 may have made: it counts only if its index is new.
     """
 
     index: int
