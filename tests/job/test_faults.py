@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray.train
+import torch
 
+import elastic_ray as er
 from elastic_ray.events import EventKind
 from elastic_ray.faults import Faults
 from tests.job import traced
@@ -98,3 +101,35 @@ def test_leaver_dies_while_leaving(ray_cluster: Any, tmp_path: Path) -> None:
     handle.result(timeout=180)
     traced.check_identical(traced.read(tmp_path / "trace"))
     assert EventKind.FAILURE not in kinds(handle), "a leaver's death must not pause the others"
+
+
+def reports_each_step(config: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model: Any = er.AdaptiveDataParallel(net, optimizer)
+    loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.ones(60, 1)), batch_size=12)
+    for _ in er.remaining_epochs_until(4):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            er.report({"step": er.get_context().get_global_step()})
+
+
+@pytest.mark.slow
+def test_each_step_has_one_report_whoever_dies(ray_cluster: Any, tmp_path: Path) -> None:
+    faults = (
+        Faults()
+        .kill(rank=0, step=3, moment="allreduce")
+        .kill(rank=0, step=7, moment="after_step")
+        .kill(rank=1, step=11, moment="backward")
+        .kill(rank=0, step=15, moment="optimizer_step")
+    )
+    result = er.ElasticTrainer(
+        reports_each_step,
+        scaling_config=ray.train.ScalingConfig(num_workers=5),
+        elastic_config=er.ElasticConfig(faults=faults),
+        run_config=ray.train.RunConfig(name="reports", storage_path=str(tmp_path)),
+    ).fit()
+    assert result.metrics_dataframe["step"].tolist() == list(range(20))
