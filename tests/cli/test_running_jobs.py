@@ -146,6 +146,7 @@ def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_pat
     assert "forgotten" in run(ray_cluster, "stop", "gone", code=1).stderr
 
 
+@pytest.mark.thorough
 def test_an_ended_job_is_not_resized(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=(1, 2), name="over", epochs=100_000, elastic={"lease_s": 600.0})
     wait_until(lambda: handle.status().step > 3, handle)

@@ -67,8 +67,7 @@ def train(config: dict[str, Any]) -> int:
 @pytest.mark.parametrize(
     "fails",
     [
-        "data",
-        pytest.param("first batch", marks=pytest.mark.thorough),
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ("data", "first batch")),
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("model", "states")),
     ],
 )

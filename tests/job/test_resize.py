@@ -83,6 +83,7 @@ def test_without_a_pool_leavers_end(ray_cluster: Any, tmp_path: Path) -> None:
     handle.result(timeout=180)
 
 
+@pytest.mark.thorough
 def test_a_removed_node_costs_no_committed_step(ray_cluster: Any, tmp_path: Path) -> None:
     node = ray_cluster.add_node(num_cpus=0, resources={"slot": 1})
     other = ray_cluster.add_node(num_cpus=0, resources={"slot": 1})

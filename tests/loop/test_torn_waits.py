@@ -188,10 +188,6 @@ def check_left(train: Callable[[], Result]) -> None:
 PROGRAMS = [plain, evaluates_within, trains_within, evaluates_around, trains_around, averages]
 
 
-def test_result_that_one_lacks_when_another_dies() -> None:
-    check(plain)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("adds", [True, False])
 def test_reports_of_a_left_step_count_once(adds: bool) -> None:
@@ -205,7 +201,7 @@ def test_reports_of_a_left_step_count_once(adds: bool) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("joins", [(), (4,)])
 @pytest.mark.parametrize("train", PROGRAMS)
-def test_so_it_is_with_all_programs(train: Callable[[], Result], joins: tuple[int, ...]) -> None:
+def test_result_that_one_lacks_when_another_dies(train: Callable[[], Result], joins: tuple[int, ...]) -> None:
     check(train, joins=joins)
 
 

@@ -45,6 +45,7 @@ def train(unit: UnitGroup, slow: set[tuple[int, int]], **limits: Any) -> tuple[l
     return steps, model.weight.detach()
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("unit", [2, Unit(shard=2)])
 @pytest.mark.parametrize("slow", [(1, 0), (1, 1)])
 def test_slow_unit_gets_smaller_share(unit: Any, slow: tuple[int, int], tmp_path: Path) -> None:

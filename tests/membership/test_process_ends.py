@@ -71,6 +71,7 @@ time.sleep(0.5)  # it waits for w2, which never comes
 """
 
 
+@pytest.mark.thorough
 def test_process_ends_in_order_while_a_group_forms() -> None:
     """Its thread would return from the wait for the other members while Python exits, and abort the process."""
     ended = subprocess.run([sys.executable, "-c", _FORMS], capture_output=True, text=True, timeout=100, check=False)

@@ -98,6 +98,7 @@ def check(outcome: Outcome) -> None:
     assert len(outcome.passes) == EPOCHS and outcome.told == []
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("make", [LocalSGD, DiLoCo, PairAveraging])
 def test_others_make_the_steps_of_a_late_rank(make: Any) -> None:
     outcome = run_job(Late(make(period=PERIOD, give_back=True)), [], first=(1, 2, 3))
@@ -120,6 +121,7 @@ def test_none_is_given_back_where_worker_processes_load() -> None:
     assert {len(seen) for _, seen, *_ in outcome.results.values()} == {SAMPLES // BATCH * EPOCHS}
 
 
+@pytest.mark.thorough
 def test_none_is_given_back_once_the_strategy_says_so() -> None:
     pace = Pace()
 
