@@ -189,20 +189,21 @@ def stop(job: str, now: bool) -> None:
     cluster.connect()
     found = cluster.find_jobs(job)
     sweeps = cluster.find_sweeps(job, found)
+    problems: list[str] = []  # what does not answer keeps nobody else from being asked
     for sweep in sweeps:
-        trials = cluster.stop_sweep(sweep, job, now=now, reason="elastic-ray stop")
-        say(f"the sweep ends; {count(trials, 'trial')} stopped")
-    if not found and sweeps:
-        return
-    if not found:
+        try:
+            trials = cluster.stop_sweep(sweep, job, now=now, reason="elastic-ray stop")
+            say(f"the sweep ends; {count(trials, 'trial')} stopped")
+        except click.ClickException as error:
+            problems.append(error.message)
+    if not found and not sweeps:
         script = ray_jobs.find(job)
         if script is None or script.ended:
             raise cluster.not_found(job, [each.job for each in cluster.known_jobs()])
         ray_jobs.stop(script.submission)
         say(f"submission {script.submission}: its script is being ended")
         return
-    problems: list[str] = []
-    asked = [each for each in found if _ask_to_stop(each, problems, now=now)]  # also beside one that does not answer
+    asked = [each for each in found if _ask_to_stop(each, problems, now=now)]
     for each in asked:
         try:
             ended = each.wait_for(lambda status: status.phase.ended, _STOP_S)

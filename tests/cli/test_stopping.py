@@ -35,14 +35,21 @@ class Silent(Answering):
         raise click.ClickException(f"the controller of job {self.answers.job!r} has not answered")
 
 
-def test_stop_reaches_jobs_beside_a_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_reaches_jobs_beside_silent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop_sweep(sweep: str, name: str, *, now: bool, reason: str) -> int:
+        if sweep == "silent":
+            raise click.ClickException("the actor of sweep 'silent' has not answered")
+        return 2
+
     found = tuple(kind(JobAnswers(actor=f"job:{name}"), None) for kind, name in ((Silent, "a"), (Answering, "b")))
     monkeypatch.setattr(cluster, "connect", lambda: None)
     monkeypatch.setattr(cluster, "find_jobs", lambda name: found)
-    monkeypatch.setattr(cluster, "find_sweeps", lambda name, jobs: [])
+    monkeypatch.setattr(cluster, "find_sweeps", lambda name, jobs: ["silent", "lr"])
+    monkeypatch.setattr(cluster, "stop_sweep", stop_sweep)
     told = CliRunner().invoke(cli, ["stop", "both"])
-    assert told.exit_code == 1 and told.stderr == "Error: the controller of job 'a' has not answered\n"
-    assert told.stdout.startswith("job b: stopped")
+    silent = "the actor of sweep 'silent' has not answered; the controller of job 'a' has not answered"
+    assert told.exit_code == 1 and told.stderr == f"Error: {silent}\n"
+    assert told.stdout.startswith("the sweep ends; 2 trials stopped\njob b: stopped")
 
 
 class Mute:
