@@ -70,6 +70,7 @@ class AllocatorCore:
         self.cluster = Cluster()  # as last reported
         self._obtainable: tuple[Node, ...] = ()
         self._node_ids: frozenset[str] = frozenset()
+        self._goes: dict[str, tuple[float, float]] = {}  # by draining node: when, by its clock and ours
         self._jobs: dict[str, KnownJob] = {}
         self._nodes = NodeRecord()
         self.avoids: Mapping[str, Reason] = {}  # why each job was kept off some nodes in the latest decision
@@ -262,6 +263,7 @@ class AllocatorCore:
             return
         self.cluster = cluster
         self._node_ids = frozenset(node.node_id for node in cluster.nodes)
+        self._update_drains()
         if self._knowledge is not None:
             self._knowledge.machines(cluster)
         try:
@@ -273,6 +275,15 @@ class AllocatorCore:
             self._hurry(Trigger.NODES)
         else:
             self._pending = self._pending or Trigger.NODES
+
+    def _update_drains(self) -> None:
+        """Convert new times at which nodes go to the steady clock, once, because somebody may set the other one."""
+        told = {node.node_id: node.goes_s for node in self.cluster.nodes if node.draining and node.goes_s is not None}
+        ahead_s = (self._steady_s or 0.0) - (self._event_s or 0.0)
+        for node, goes_s in told.items():
+            if node not in self._goes or self._goes[node][0] != goes_s:
+                self._goes[node] = goes_s, goes_s + ahead_s
+        self._goes = {node: times for node, times in self._goes.items() if node in told}
 
     def _hurry(self, trigger: Trigger) -> None:
         """Request an urgent decision, due within ``gather_s``."""
@@ -420,8 +431,9 @@ class AllocatorCore:
 
     def _draining_of(self, nodes: Iterable[str]) -> dict[str, float]:
         """Return those of ``nodes`` (node ids, or places of units) that drain, with the time left [s], 0 if unknown."""
-        now_s = self._event_s or 0.0
-        left_s = {n.node_id: max(0.0, (n.goes_s or 0.0) - now_s) for n in self.cluster.nodes if n.draining}
+        now_s = self._steady_s or 0.0
+        goes_s = {node: steady_s for node, (_, steady_s) in self._goes.items()}
+        left_s = {n.node_id: max(0.0, goes_s.get(n.node_id, now_s) - now_s) for n in self.cluster.nodes if n.draining}
         draining = {place: left_s.keys() & parts(place).keys() for place in sorted(set(nodes))}
         return {place: min(left_s[node] for node in goes) for place, goes in draining.items() if goes}
 

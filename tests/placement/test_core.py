@@ -471,6 +471,17 @@ def test_a_job_is_told_when_its_nodes_go() -> None:
     assert isinstance(late, Allocate) and late.draining == {"n0": 0.0}
 
 
+@pytest.mark.parametrize("set_by_s", [-3600.0, 0.0, 3600.0])
+def test_clock_that_is_set_moves_no_drain(set_by_s: float) -> None:
+    world = World(4)
+    world.arrive(view("a"))
+    job, now_s = world.views["a"], world.now_s
+    going = dataclasses.replace(world.core.cluster.nodes[0], draining=True, goes_s=now_s + 100.0)
+    world.send(NodesChanged(cluster=Cluster(nodes=(going, node("n1", 4)))), 0.0)
+    (told,) = world.core.handle(JobHeartbeat(view=job), now_s + 3.0 + set_by_s, now_s + 3.0)
+    assert isinstance(told, Allocate) and told.draining == {"n0": pytest.approx(97.0)}
+
+
 @pytest.mark.parametrize("others", [(), (4,)])
 def test_job_that_gets_new_nodes_hears_of_draining(others: tuple[float, ...]) -> None:
     world = World(4, *others)
