@@ -33,7 +33,7 @@ from placement.cluster.jobs import JobView
 from placement.errors import InputError
 from placement.policies import make_policy
 from placement.ray_cluster import notes
-from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE, actors_named, find_actor
+from placement.ray_cluster.named_actors import ALLOCATOR, NAMESPACE, actors_named, call_within, find_actor
 
 _CALL_TIMEOUT_S = 10.0  # counted from the first question of a command that an actor has not answered
 _ANSWER_S = 5.0  # of many controllers together, or for a listing that says less without the answer
@@ -153,7 +153,7 @@ class JobClient:
         silent, name, begun_s = _silent(), self.answers.actor, time.monotonic()
         left_s = max(_AGAIN_S, silent.get(name, begun_s) + _CALL_TIMEOUT_S - begun_s)
         try:
-            answer = _call_within(left_s, lambda: getattr(self.controller, method).remote(*arguments, **options))
+            answer = call_within(left_s, lambda: getattr(self.controller, method).remote(*arguments, **options))
             silent.pop(name, None)
             return answer
         except (GetTimeoutError, ActorUnavailableError):
@@ -197,21 +197,6 @@ class JobGoneError(click.ClickException):
 
     def __init__(self, job: str) -> None:
         super().__init__(f"job {job!r} has just ended")
-
-
-def _call_within(timeout_s: float, call: Callable[[], Any], *, again: type[Exception] = ActorUnavailableError) -> Any:
-    """Call an actor and return its answer; a call that meets a restart, the error ``again``, is repeated.
-
-    To ask for the same status, size or end twice does no harm.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            return ray.get(call(), timeout=max(0.1, deadline_s - time.monotonic()))
-        except again:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(_POLL_S)
 
 
 def find_jobs(name: str) -> tuple[JobClient, ...]:
@@ -362,7 +347,7 @@ def settings_in_force(wanted: OperatorSettings | None = None, *, apply: bool = F
 def _ask_or_start(method: str, *arguments: Any) -> Mapping[str, Any]:
     """Call the allocator, starting it if necessary, and return its answer."""
     try:  # it may be being made again
-        answer: Mapping[str, Any] = _call_within(
+        answer: Mapping[str, Any] = call_within(
             _START_S, lambda: getattr(find_allocator(), method).remote(*arguments), again=RayActorError
         )
         return answer
@@ -379,7 +364,7 @@ def _ask_allocator(method: str, *arguments: Any, timeout_s: float = _CALL_TIMEOU
         if allocator is None:
             return None
         call = getattr(allocator, method).remote
-        return _call_within(timeout_s, lambda: call(*arguments))
+        return call_within(timeout_s, lambda: call(*arguments))
     except GetTimeoutError:
         raise click.ClickException(
             f"the allocator has not answered within {timeout_s:g} s; the head node may be overloaded"

@@ -23,7 +23,7 @@ from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, JobSta
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.sealed import Raised, Sealed
 from placement.checks import check_number, check_whole
-from placement.ray_cluster.named_actors import ALLOCATOR, find_actor, insist
+from placement.ray_cluster.named_actors import ALLOCATOR, call_within, find_actor
 from placement.storage.storage_calls import call_storage
 from placement.text import printable
 
@@ -144,7 +144,7 @@ class JobHandle:
                 "under the same name to continue from its last checkpoint"
             )
         try:
-            spec: JobSpec = insist(controller.spec.remote, timeout_s=START_TIMEOUT_S, patience_s=START_TIMEOUT_S)
+            spec: JobSpec = call_within(START_TIMEOUT_S, controller.spec.remote)
         except RayActorError as error:
             raise ValueError(f"job {job!r} ended while it was being attached to: {error}") from error
         return cls(controller, spec)
@@ -435,11 +435,7 @@ class JobHandle:
         away_s = max(CALL_TIMEOUT_S, self._spec.elastic.controller_timeout_s)
         timeout_s = away_s if self._lease.answered else START_TIMEOUT_S
         try:  # asked twice, while its process is restarted, it does the same
-            return insist(
-                lambda: getattr(self._controller, method).remote(*arguments, **options),
-                timeout_s=timeout_s,
-                patience_s=timeout_s,
-            )
+            return call_within(timeout_s, lambda: getattr(self._controller, method).remote(*arguments, **options))
         except (GetTimeoutError, ActorUnavailableError) as error:
             raise TimeoutError(
                 f"the controller of job {self.job!r} has not answered {method}() within "

@@ -327,7 +327,7 @@ class GroupChanges:
         told = communicator.broadcast_bytes(to_bytes([progress.proof, progress.last_pass]), source)
         try:
             progress.proof, progress.last_pass = from_bytes(told)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             communicator.mark_broken()
             raise CommunicationFailedError(f"rank {source}: {error}") from error
 

@@ -550,7 +550,7 @@ class LoaderPasses:
         progress = run.states.progress
         lost, members = ledger.undo(step, waits=self._waits), run.group.members
         steps, reports = progress.loader_steps, progress.reports
-        progress.reports = min(reports, step.reports_before)
+        progress.reports = min(reports, step.reports_before)  # for those who join, and make these reports, too
         self._changes.regroup(cause)
         if (progress := run.states.progress).loader_steps > steps:  # others have committed the step
             progress.reports = max(progress.reports, reports)

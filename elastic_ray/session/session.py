@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.communication.communicator import CommunicationFailedError
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 # Nearly always all ranks return at once; one that is alone with it for longer goes ahead.
 _FINISHED_WAIT_S = 0.5
 _SAVED_TOGETHER_WAIT_S = 60.0  # one rank may evaluate after the last epoch
-_KEPT_REPORTS = 16
+_KEPT_REPORTS = 16  # where nothing is reduced, ranks do not hear what rank 0 has reported
 _IGNORED = StragglerConfig()
 
 
@@ -306,15 +308,20 @@ class Session:
         """Keep what a rank other than 0 has reported under ``number`` until rank 0 is known to have reported it."""
         made = self.run.agreed.reports_of_first
         kept = [(each, told) for each, told in self._kept_reports.items() if made < each < number]
-        self._kept_reports = dict([*kept[1 - _KEPT_REPORTS :], (number, dict(metrics))])
+        own = {name: each.detach() if isinstance(each, torch.Tensor) else each for name, each in metrics.items()}
+        self._kept_reports = dict([*kept[1 - _KEPT_REPORTS :], (number, own)])
 
     def make_missed_reports(self, before: int | None = None) -> None:
         """Make the reports that this rank kept before it became rank 0, up to number ``before``."""
         kept, self._kept_reports = self._kept_reports, {}
         for number, metrics in kept.items():
             if before is None or number < before:  # else of a step that was drawn again
-                with contextlib.suppress(TypeError, ValueError):  # only rank 0's metrics need be plain
-                    self.controller.report_missed(plain_metrics(metrics), self.resume_point(), number)
+                try:
+                    plain = plain_metrics(metrics)
+                except (TypeError, ValueError) as error:  # only rank 0's metrics need be plain
+                    self.notify("warning", f"report {number} is missing if rank 0 was lost before it: {error}")
+                else:
+                    self.controller.report_missed(plain, self.resume_point(), number)
 
     def may_save(self) -> bool:
         """True if all ranks hold the same model; otherwise, request that models be made equal after the next step."""

@@ -162,3 +162,19 @@ def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: floa
             if now_s - away_since_s > patience_s:
                 raise
             time.sleep(_POLL_S)
+
+
+def call_within(timeout_s: float, call: Callable[[], Any], *, again: type[Exception] = ActorUnavailableError) -> Any:
+    """Call an actor and return its answer within ``timeout_s`` [s]; a call that meets a restart is repeated.
+
+    Args:
+        again: Error by which a restart is known. The call must do no harm if it is made twice.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ray.get(call(), timeout=max(0.1, deadline_s - time.monotonic()))
+        except again:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(_POLL_S)

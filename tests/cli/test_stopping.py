@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,13 @@ import click
 import pytest
 import ray
 from click.testing import CliRunner
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from elastic_ray.cli import cluster
 from elastic_ray.cli.app import cli
 from elastic_ray.cli.listings import JobAnswers
 from elastic_ray.events import JobPhase, JobStatus
+from placement.ray_cluster.named_actors import call_within
 
 
 class Answering(cluster.JobClient):
@@ -65,3 +67,21 @@ def test_stop_names_a_silent_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get", wait)
     with pytest.raises(click.ClickException, match="the actor of sweep 'lr' has not answered within 10 s"):
         cluster.stop_sweep(Mute(), "lr", now=False, reason="enough")
+
+
+def test_restarts_do_not_lengthen_the_wait_for_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The actor is away for half of the time, and then silent: the wait counts from the first call."""
+    waits: list[float] = []
+
+    def wait(ref: None, timeout: float) -> None:
+        waits.append(timeout)
+        raise GetTimeoutError if len(waits) > 1 else ActorUnavailableError("it restarts", None)
+
+    def call() -> None:
+        if not waits:
+            time.sleep(0.2)  # the time that it is away
+
+    monkeypatch.setattr(ray, "get", wait)
+    with pytest.raises(GetTimeoutError):
+        call_within(0.4, call)
+    assert len(waits) == 2 and waits[1] < 0.25

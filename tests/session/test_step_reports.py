@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
@@ -99,3 +103,53 @@ def test_reports_of_a_step_drawn_again_count_once(worker: int, moment: str) -> N
 
     outcome = run_job(train, [Kill(2, worker, moment, joins=(4,))], first=(1, 2, 3))
     assert [outcome.reports[each]["position"] for each in sorted(outcome.reports)] == [*range(0, 60, 12)] * 2
+
+
+def test_unplain_report_that_rank_zero_missed_is_told() -> None:
+    """Worker 1 dies before it reports the third step; worker 2, the next rank 0, has something else there."""
+
+    def train() -> None:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        wrapped = er.AdaptiveDataParallel(model, optimizer)
+        loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.ones(60, 1)), batch_size=12)
+        for _ in er.remaining_epochs_until(1):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+                er.report({"loss": 1.0 if er.get_context().get_world_rank() == 0 else object()})
+
+    outcome = run_job(train, [Kill(2, 1, "optimizer_step")], first=(1, 2))
+    assert sorted(outcome.reports) == [1, 2, 4, 5]
+    (told,) = [text for kind, text, _ in outcome.told if kind == "warning"]
+    assert "report 3 is missing if rank 0 was lost before it" in told and "object" in told
+
+
+def test_kept_reports_hold_no_activations() -> None:
+    alive: list[Any] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.activation = Activation()
+            alive.append(weakref.ref(ctx.activation))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient
+
+    def train() -> int:
+        loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.ones(8, 1)), batch_size=8)
+        for _ in er.remaining_epochs_until(3):
+            for (x,) in loader:
+                er.report({"loss": Watched.apply(x.requires_grad_()).sum()})
+        gc.collect()
+        return sum(each() is not None for each in alive)
+
+    assert set(run_job(train, [], first=(1, 2)).results.values()) == {0}
+
+
+class Activation:
+    """Something large that a graph holds."""
