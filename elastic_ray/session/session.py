@@ -11,8 +11,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.communication.communicator import CommunicationFailedError
@@ -30,6 +28,7 @@ from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.state.layout import check_ends, digest
 from elastic_ray.state.plain_metrics import plain_metrics
 from elastic_ray.state.progress import PassProgress, RunProgress
+from elastic_ray.state.registered import detached
 from elastic_ray.state.resume_point import ResumePoint, SavedState, StartingPoint
 from elastic_ray.steps.out_of_memory import EvaluationMemoryError, is_out_of_memory
 from elastic_ray.steps.random_numbers import fold_generators
@@ -308,7 +307,7 @@ class Session:
         """Keep what a rank other than 0 has reported under ``number`` until rank 0 is known to have reported it."""
         made = self.run.agreed.reports_of_first
         kept = [(each, told) for each, told in self._kept_reports.items() if made < each < number]
-        own = {name: each.detach() if isinstance(each, torch.Tensor) else each for name, each in metrics.items()}
+        own = {name: detached(each) for name, each in metrics.items()}
         self._kept_reports = dict([*kept[1 - _KEPT_REPORTS :], (number, own)])
 
     def make_missed_reports(self, before: int | None = None) -> None:

@@ -179,7 +179,7 @@ def _own_state(part: nn.Module) -> dict[str, Any]:
     elif has_extra_state(part):
         found[_EXTRA] = part.get_extra_state()
     known = {*part._parameters, *part._buffers}
-    return {key: _detached(value) for key, value in found.items() if key not in known}
+    return {key: detached(value) for key, value in found.items() if key not in known}
 
 
 def _saves_itself(part: nn.Module) -> bool:
@@ -229,8 +229,9 @@ def _keeps_sums(part: nn.Module) -> bool:
 
 def _sums_of(part: Any) -> dict[str, Any]:
     names = [*part._defaults, *(name for name in ("_update_count",) if hasattr(part, name))]
-    return {name: _detached(getattr(part, name)) for name in names}
+    return {name: detached(getattr(part, name)) for name in names}
 
 
-def _detached(value: Any) -> Any:
+def detached(value: Any) -> Any:
+    """Return a tensor without the graph that it came from, and anything else as it is."""
     return value.detach() if isinstance(value, Tensor) else value
